@@ -80,7 +80,7 @@ def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
         update += _NUMBER_BYTES
         beside = _NUMBER_BYTES * hinted * (distill.mode == "exact")
     scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + along + likely)
-    updated = mini_batch_prompts(config) * samples * (row * (update + along) + beside)
+    updated = mini_batch_prompts(config.trainer) * samples * (row * (update + along) + beside)
     return f"{rows:,} rows of {row:,} tokens", max(scored, updated)
 
 

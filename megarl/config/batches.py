@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,14 +16,14 @@ class BatchCounts:
     optimizer_steps_per_step: int
 
 
-def mini_batch_prompts(config: Config) -> int:
+def mini_batch_prompts(trainer: TrainerConfig) -> int:
     """Return the number of prompts that one optimizer step trains on."""
-    return config.trainer.mini_batch_prompts or config.trainer.prompts_per_step
+    return trainer.mini_batch_prompts or trainer.prompts_per_step
 
 
 def batch_counts(config: Config) -> BatchCounts:
     """Return the counts of a training step in which no filter (`algo.filter`) discards rows."""
-    trainer, samples, mini = config.trainer, config.rollout.num_samples, mini_batch_prompts(config)
+    trainer, samples, mini = config.trainer, config.rollout.num_samples, mini_batch_prompts(config.trainer)
     return BatchCounts(
         rows_per_step=trainer.prompts_per_step * samples,
         rows_per_optimizer_step=mini * samples,
@@ -62,6 +62,11 @@ def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
     if config.algo.distill.teacher == "hint":
         room = min(room, config.teacher.micro_batch_tokens or room)
     return min(room // (2 if paired else 1), max_positions)
+
+
+def max_hinted_prompt_tokens(config: Config, max_positions: int) -> int:
+    """Return the most tokens of a prompt with its hint: the longest response fits a micro-batch and the context."""
+    return max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
 
 
 def max_path_terms(config: Config) -> str:

@@ -24,6 +24,7 @@ from megarl.config.batches import (
 from megarl.config.derived import Derived
 from megarl.config.lora import sent_alone
 from megarl.config.schema import Config, LayoutConfig
+from megarl.data.sampler import train_files
 from megarl.host.device.platform import assuming, platform
 from megarl.plan.derive import derive, smallest_device
 from megarl.plan.devices import checkpoint_host_bytes, plan_devices
@@ -44,7 +45,7 @@ from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.transport.process_plans import most_staging
 from megarl.train.forward import Variant, forms_read
-from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
+from megarl.train.inputs import open_train_inputs, setting_warnings
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -61,13 +62,26 @@ def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool
         return _plan(size_run(config, device_bytes), device_bytes, with_data=with_data)
 
 
+def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
+    """List the models and data files of a run that do not exist, each with its configuration key."""
+    models = {model_key(config, role): Path(role.model.path) for role in roles}
+    missing = [
+        f"{path} ({key})"
+        for key, path in models.items()
+        if not (path / "config.json").is_file() or not any(path.glob("*.safetensors"))
+    ]
+    own = [each.path for each in config.rewards.custom.all_functions().values()]
+    read = {"data.train": train_files(config.data.train), "data.val": config.data.val, "rewards.custom": own}
+    return missing + [f"{file} ({key})" for key, files in read.items() for file in files if not Path(file).is_file()]
+
+
 def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPlan:
     config, roles, specs, shards, engine = run.config, run.roles, run.specs, run.shards, run.engine
     actor, layouts, counts = specs[Role.ACTOR], by_layout(roles), batch_counts(config)
-    bridge, missing = bridge_plan(config, actor), missing_files(config, roles)
+    bridge, missing = bridge_plan(config, actor), _missing_files(config, roles)
     devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
     inputs = None if missing or not with_data else open_train_inputs(config)
-    read = forms_read(config, roles, run.needed)
+    read = forms_read(config.algo.distill, roles, run.needed)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(role_plan(role, specs[role.role]) for role in roles),

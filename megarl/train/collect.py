@@ -8,16 +8,15 @@ already holds what replaces a removed group.
 
 import asyncio
 import math
-import statistics
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.algos.advantages import estimator_of
-from megarl.algos.filters import filter_scores
 from megarl.cluster import offloading
-from megarl.config.schema import Config
+from megarl.config.algo import AlgoConfig
+from megarl.config.schema import RolloutConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError
@@ -41,7 +40,7 @@ from megarl.rollout.source import (
     rollout_of,
 )
 from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_groups, refill_count
-from megarl.train.outcome import StepOutcome
+from megarl.train.outcome import StepOutcome, judged_in_words
 from megarl.train.prompt_queue import PromptQueue
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.judged import Trouble
@@ -74,7 +73,10 @@ class Rollouts:
     set. enter: called with the phase before each generation, so that the engines are on their devices.
     """
 
-    config: Config
+    algo: AlgoConfig
+    rollout: RolloutConfig
+    total_steps: int
+    run_seed: int
     scheduler: Scheduler
     queue: PromptQueue
     prompts: Sequence[Prompt] | PromptDataset
@@ -92,7 +94,7 @@ class Rollouts:
     def admit(self, version: int) -> None:
         """Admit prompts until the pipeline is full, at the version of the weights that engines have now."""
         with self.timers("gen"):
-            self._start(self.scheduler.admissible(self.config.trainer.total_steps - version), version, sampled=[])
+            self._start(self.scheduler.admissible(self.total_steps - version), version, sampled=[])
 
     def take(self, step: int) -> Collected:
         """Take a step's groups, judged and filtered, by ticket; fewer, or none, if the filter removes too many.
@@ -100,9 +102,8 @@ class Rollouts:
         Raises SamplingStopped if a signal asks for a stop before the first groups are judged. There is no checkpoint
         of step 0: the first step goes on.
         """
-        num_prompts, kept, tallies = self.config.trainer.prompts_per_step, [], []
-        sampled: list[JudgedGroup] = []
-        troubles: list[Trouble] = []
+        num_prompts, kept, tallies = self.scheduler.prompts_per_step, [], []
+        sampled, troubles = list[JudgedGroup](), list[Trouble]()
         count = num_prompts
         while count:
             taken = self._take_done(count, may_stop=step > 1 and not sampled)
@@ -110,11 +111,11 @@ class Rollouts:
                 if self.scheduler.staleness:
                     # Samples of later groups that finish meanwhile are handed to the judges, too.
                     self.source.wait(loop.spawn(all_heard(taken)), timeout_s=math.inf, doing=lambda: "judging")
-                groups, judged = judge_groups(taken, self.rewards, self.config)
+                groups, judged = judge_groups(taken, self.rewards)
             sampled += groups
             tallies.append(judged.tallies)
             troubles += judged.troubles
-            stay = filter_groups(groups, self.config.algo.filter)[0]
+            stay = filter_groups(groups, self.algo.filter)[0]
             kept += stay
             for number in {each.group.number for each in groups} - {each.group.number for each in stay}:
                 self.scheduler.remove(number)
@@ -129,7 +130,7 @@ class Rollouts:
         for group in surplus:
             self.scheduler.remove(group.number)
         kept = kept[:num_prompts]
-        if self.config.rollout.record:
+        if self.rollout.record:
             write_record(self.record_file(step), rollout_of([each.group for each in sampled]))
         return Collected(
             rollout=RolloutBatch(
@@ -139,7 +140,7 @@ class Rollouts:
             rewards=[reward for each in kept for reward in each.rewards],
             troubles=troubles,
             # Group metrics count everything that was sampled and judged, removed or not.
-            metrics=filter_groups(sampled, self.config.algo.filter)[1]
+            metrics=filter_groups(sampled, self.algo.filter)[1]
             | tally_metrics(tallies)
             | episode_metrics(sample for each in sampled for sample in each.group.samples.values())
             | {"filter/num_refills": float(len(tallies) - 1)},
@@ -151,7 +152,7 @@ class Rollouts:
 
         Those of an engine that dies meanwhile may begin again with the new weights; see `EngineSupervisor.outdate`.
         """
-        if self.config.rollout.schedule.on_update == "finish" and self.groups:
+        if self.rollout.schedule.on_update == "finish" and self.groups:
             with self.timers("settle"):
                 self._wait(all_sampled(self.groups.values()))
 
@@ -205,7 +206,7 @@ class Rollouts:
         if not indices:
             return 0
         # A run that is not ahead judges the groups of a step together.
-        is_ahead, per_step = self.scheduler.staleness > 0, self.config.trainer.prompts_per_step
+        is_ahead, per_step = self.scheduler.staleness > 0, self.scheduler.prompts_per_step
         judging = None if is_ahead else self.rewards.begin()
         tickets = []
         for index in indices:
@@ -242,13 +243,13 @@ class Rollouts:
 
     def _plan(self, prompts: Sequence[Prompt], step: int) -> SamplingPlan:
         """Return how prompts are sampled that will train in this step."""
-        rollout, has_greedy = self.config.rollout, estimator_of(self.config.algo).needs_greedy
+        rollout, has_greedy = self.rollout, estimator_of(self.algo).needs_greedy
         prefixes = plan_prefixes(
             prompts,
-            self.config.algo.demonstrations,
+            self.algo.demonstrations,
             step=step,
             num_samples=rollout.num_samples,
-            run_seed=self.config.run.seed,
+            run_seed=self.run_seed,
             end_token_ids=self.stop_tokens.token_ids,
         )
         return SamplingPlan(
@@ -256,7 +257,7 @@ class Rollouts:
             num_samples=rollout.num_samples + has_greedy,
             sampling=rollout.sampling(self.stop_tokens.stop_token_ids),
             max_response_tokens=rollout.max_response_tokens,
-            run_seed=self.config.run.seed,
+            run_seed=self.run_seed,
             prefixes=prefixes,
             last_is_greedy=has_greedy,
             with_nucleus=rollout.top_k != -1,
@@ -293,28 +294,27 @@ class Rollouts:
             oldest = next((group for group in groups if not group.is_done), None)
             if oldest is None:
                 return "generating"
-            count = (
-                f"{sum(len(g.samples) for g in groups)} of {sum(g.plan.num_samples for g in groups)} samples finished"
-            )
+            total = sum(group.plan.num_samples for group in groups)
+            count = f"{sum(len(group.samples) for group in groups)} of {total} samples finished"
             have = f"has {len(oldest.samples)} of {oldest.plan.num_samples}"
             return f"generating: {count}; the oldest ticket, {oldest.number} ({oldest.prompt.uid}), {have}"
 
-        self.source.wait(loop.spawn(work), timeout_s=self.config.rollout.timeout_s, doing=doing)
+        self.source.wait(loop.spawn(work), timeout_s=self.rollout.timeout_s, doing=doing)
 
     def _refill(self, step: int, *, num_kept: int, sampled: Sequence[JudgedGroup], num_refills: int) -> int:
         """Admit prompts for groups that the filter removed, and return how many groups to take next; 0 for none."""
-        num_prompts, max_refills = self.config.trainer.prompts_per_step, self.config.algo.filter.max_refills
+        num_prompts, max_refills = self.scheduler.prompts_per_step, self.algo.filter.max_refills
         if num_kept >= num_prompts or max_refills == 0:
             return 0
         # A replay asks for what the recorded run asked for.
-        if self.config.rollout.schedule.staleness == 0:
+        if self.rollout.schedule.staleness == 0:
             if num_refills == max_refills:
                 return 0
             wanted = refill_count(num_prompts, num_kept=num_kept, num_sampled=len(sampled))
             with self.timers("gen"):
                 return self._start(wanted, step - 1, sampled=sampled)
         count = min(num_prompts - num_kept, (1 + max_refills) * num_prompts - len(sampled))
-        steps_left = self.config.trainer.total_steps - step + 1
+        steps_left = self.total_steps - step + 1
         with self.timers("gen"):
             admissible = self.scheduler.admissible(steps_left, step_takes=num_kept + count)
             self._start(admissible, step - 1, sampled=sampled)
@@ -327,14 +327,8 @@ class Rollouts:
         if kept:
             self.skipped.clear()
             return
-        cfg = self.config.algo.filter
-        means = [statistics.fmean(filter_scores(group.rewards, cfg)) for group in sampled if group.is_judged]
-        spread = f", whose means of {cfg.by!r} are {min(means):g} to {max(means):g}" if means else ""
-        unjudged = len(sampled) - len(means)
-        failed = (
-            f" ({outcome.num_failed} samples failed, the first of them: {outcome.cause})" if outcome.failures else ""
-        )
-        self.skipped.append(f"{len(means)} judged groups{spread}, {unjudged} that could not be judged{failed}")
+        cfg = self.algo.filter
+        self.skipped.append(judged_in_words(sampled, outcome, cfg))
         if len(self.skipped) >= cfg.max_skipped_steps:
             bounds = f"mean_score={cfg.mean_score and list(cfg.mean_score)}, uniform_scores={list(cfg.uniform_scores)}"
             bounds += f", names={list(cfg.names)}" if cfg.names else ""
@@ -342,7 +336,7 @@ class Rollouts:
                 "Take prompts that can be judged and are neither too easy nor too hard, more samples "
                 "(rollout.num_samples), other bounds or a larger max_skipped_steps"
             )
-            if not means:
+            if not any(group.is_judged for group in sampled):
                 remedy = "Mend what keeps samples from being judged; no filter removed them"
             raise RunError(
                 f"{len(self.skipped)} steps in a row had no group to train on. algo.filter (by={cfg.by}, {bounds}) saw "

@@ -13,8 +13,7 @@ import numpy as np
 
 from megarl.algos.corrections import CORRECTIONS
 from megarl.cluster import offloading
-from megarl.config.batches import batch_counts
-from megarl.config.schema import Config
+from megarl.config.algo import CorrectionConfig, DistillConfig
 from megarl.data.hints import donors, hinted_rows
 from megarl.record.metrics import Timers
 from megarl.train.hinted import HintWriter, require_plain_prompts
@@ -69,26 +68,27 @@ HINT_QUANTITIES = frozenset(quantity for quantity, source in SOURCES.items() if 
 _TIMERS = {Role.REFERENCE: "ref", Role.TEACHER: "teacher", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
 
 
-def needed_quantities(config: Config, algorithm: Algorithm, *, gate_passed: bool) -> frozenset[TokenQuantity]:
+def needed_quantities(
+    algorithm: Algorithm, correction: CorrectionConfig, *, staleness: int, num_updates: int, gate_passed: bool
+) -> frozenset[TokenQuantity]:
     """Return the quantities that a step computes before its update: what the algorithm requires, and perhaps the old
     log-probs.
 
-    Several optimizer steps, or samples that may be stale, need these for the policy ratio, unless it is to the engine's
-    log-probs. A single step on fresh samples needs none: the current log-probs are the same. The first step needs them
-    to compare engine and trainer.
+    Several optimizer steps (`num_updates`), or samples that may be stale, need these for the policy ratio, unless it is
+    to the engine's log-probs. A single step on fresh samples needs none: the current log-probs are the same. The first
+    step needs them to compare engine and trainer.
     """
-    several = batch_counts(config).optimizer_steps_per_step > 1 or config.rollout.schedule.staleness > 0
-    to_engine = CORRECTIONS.get(config.algo.correction.name).rollout_ratio
-    if not gate_passed or (several and not to_engine):
+    may_differ = num_updates > 1 or staleness > 0
+    if not gate_passed or (may_differ and not CORRECTIONS.get(correction.name).rollout_ratio):
         return algorithm.requires() | {TokenQuantity.OLD_LOGPROBS}
     return algorithm.requires()
 
 
 def forms_read(
-    config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity]
+    distill: DistillConfig, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity]
 ) -> list[tuple[RoleSpec, AbstractSet[Variant]]]:
     """List the models that pass over a step's rows before the update, and which forms of them each one reads."""
-    reads_hints = config.algo.distill.teacher == "hint" and TokenQuantity.TEACHER_LOGPROBS in needed
+    reads_hints = distill.teacher == "hint" and TokenQuantity.TEACHER_LOGPROBS in needed
     passes: list[tuple[RoleSpec, AbstractSet[Variant]]] = [
         (role, forms)
         for role in roles
@@ -96,7 +96,7 @@ def forms_read(
         and not (reads_hints and role.role is Role.TEACHER)
     ]
     reader = next((role for role in roles if role.role is Role.TEACHER), roles[0])
-    others = {Variant.SHUFFLED} if config.algo.distill.shuffled_baseline else set()
+    others = {Variant.SHUFFLED} if distill.shuffled_baseline else set()
     return [*passes, (reader, {Variant.HINTED, *others})] if reads_hints else passes
 
 

@@ -9,7 +9,9 @@ from megarl.algos.mismatch import MismatchSums, mismatch_sums
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.algos.staleness import LAG, drift_metrics, staleness_metrics
 from megarl.config.algo import CorrectionConfig
-from megarl.config.schema import Config
+from megarl.config.engine import EngineConfig
+from megarl.config.models import ModelConfig
+from megarl.config.schema import TrainerConfig
 from megarl.errors import MismatchError
 from megarl.types import BoolArray, FloatArray, Row, TokenQuantity, length_blocks, pad_rows
 
@@ -94,12 +96,11 @@ def _sampled(row: Row) -> BoolArray:
 class MismatchGate:
     """A check that refuses to train if log-probs of engine and trainer disagree before the first update."""
 
-    def __init__(self, config: Config) -> None:
-        engine = config.rollout.engine
-        dtypes = {config.model.dtype, engine.dtype or config.model.dtype}
+    def __init__(self, trainer: TrainerConfig, model: ModelConfig, engine: EngineConfig) -> None:
+        dtypes = {model.dtype, engine.dtype or model.dtype}
         rounded = engine.quantization is not None or engine.kv_cache_dtype is not None
         usual = FLOAT8_GATE_NATS if rounded else max(MISMATCH_GATE_NATS[dtype] for dtype in dtypes)
-        self._limit = config.trainer.mismatch_gate_nats or usual
+        self._limit = trainer.mismatch_gate_nats or usual
         self.passed = False
 
     def check(self, rows: Sequence[Row]) -> None:

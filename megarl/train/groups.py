@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megarl.algos.advantages import GREEDY_SCORE, estimator_of
+from megarl.algos.advantages import GREEDY_SCORE
 from megarl.algos.filters import filter_scores, group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
-from megarl.config.schema import Config
 from megarl.rewards.judge import Judged
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rollout.source import Group, rollout_of
@@ -42,7 +41,7 @@ def _judgings(groups: Sequence[Group]) -> list[Judging]:
     return list({id(group.judging): group.judging for group in groups if group.judging is not None}.values())
 
 
-def judge_groups(groups: Sequence[Group], rewards: RewardManager, cfg: Config) -> tuple[list[JudgedGroup], Judged]:
+def judge_groups(groups: Sequence[Group], rewards: RewardManager) -> tuple[list[JudgedGroup], Judged]:
     """Wait for the rewards of finished groups, which are judged together; return also what judges said, to log it."""
     samples = rollout_of(groups).samples
     judged = rewards.finish(_judgings(groups), samples)
@@ -52,14 +51,15 @@ def judge_groups(groups: Sequence[Group], rewards: RewardManager, cfg: Config) -
     found = []
     for group in groups:
         pairs = by_uid[group.prompt.uid]
-        if estimator_of(cfg.algo).needs_greedy:
-            # The greedy sample is the last. Its reward becomes a detail of the others; if nobody could judge it, these
+        if group.plan.last_is_greedy:
+            # The greedy sample's reward becomes a detail of the others; if nobody could judge it, these
             # have nothing to be compared with, and are dropped.
-            (baseline,) = (r for s, r in pairs if s.sample_index == cfg.rollout.num_samples)
+            last = group.plan.num_samples - 1
+            (baseline,) = (r for s, r in pairs if s.sample_index == last)
             pairs = [
                 (s, DROPPED if baseline.dropped else replace(r, details={**r.details, GREEDY_SCORE: baseline.score}))
                 for s, r in pairs
-                if s.sample_index != cfg.rollout.num_samples
+                if s.sample_index != last
             ]
         known = [(sample, reward) for sample, reward in pairs if not reward.dropped]
         found.append(

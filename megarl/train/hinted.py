@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algos.cpo import EXCLUDED
-from megarl.config.algo import HintConfig
-from megarl.config.batches import max_hinted_row_tokens
-from megarl.config.schema import Config
+from megarl.config.algo import AlgoConfig, HintConfig
+from megarl.config.environments import EnvironmentConfig
 from megarl.data.answer_span import answer_mask
 from megarl.data.answers import response_decoder
 from megarl.data.hints import HintPlacer, donors, hinted_rows
@@ -108,19 +107,18 @@ def require_plain_prompts(rows: Sequence[Row], prompts: Mapping[str, Prompt]) ->
 
 
 def open_hints(
-    config: Config,
+    algo: AlgoConfig,
+    environment: EnvironmentConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    max_positions: int,
+    max_prompt_tokens: int,
     vocabulary: Vocabulary = EVERY_TOKEN,
 ) -> HintWriter:
-    """Open the writer of hints, limited so that the longest response fits a micro-batch and the context."""
-    room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
-    cpo, distill = config.algo.cpo, config.algo.distill
+    """Open the writer of hints. max_prompt_tokens: as `config.batches.max_hinted_prompt_tokens` says."""
     return HintWriter(
         tokenizer,
-        cpo.hint,
-        exclude_answer=cpo.exclude_answer or distill.exclude_answer,
-        max_prompt_tokens=room,
-        tools_of=partial(tools_of, config.environment),
+        algo.cpo.hint,
+        exclude_answer=algo.cpo.exclude_answer or algo.distill.exclude_answer,
+        max_prompt_tokens=max_prompt_tokens,
+        tools_of=partial(tools_of, environment),
         vocabulary=vocabulary,
     )

@@ -10,8 +10,9 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.filters import check_filter_ranges
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
-from megarl.config.batches import max_row_terms, max_row_tokens
+from megarl.config.batches import max_hinted_prompt_tokens, max_row_terms, max_row_tokens
 from megarl.config.check import check_train
+from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.check_model import check_model
 from megarl.config.check_optimizers import warmup_warnings
 from megarl.config.schema import Config, role_settings
@@ -33,7 +34,7 @@ from megarl.train.hinted import HintWriter, open_hints
 from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.train.rows import stated_difficulty
-from megarl.train.teachers import common_tokens, open_teachers, require_teachers
+from megarl.train.teachers import common_tokens, open_teachers
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.adapter_files import read_adapters
@@ -190,19 +191,6 @@ def setting_warnings(config: Config) -> list[str]:
     return [*warmup_warnings(config), *rewards]
 
 
-def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
-    """List the models and data files of a run that do not exist, each with its configuration key."""
-    models = {model_key(config, role): Path(role.model.path) for role in roles}
-    missing = [
-        f"{path} ({key})"
-        for key, path in models.items()
-        if not (path / "config.json").is_file() or not any(path.glob("*.safetensors"))
-    ]
-    own = [each.path for each in config.rewards.custom.all_functions().values()]
-    read = {"data.train": train_files(config.data.train), "data.val": config.data.val, "rewards.custom": own}
-    return missing + [f"{file} ({key})" for key, files in read.items() for file in files if not Path(file).is_file()]
-
-
 def open_train_inputs(config: Config) -> TrainInputs:
     """Check configuration, model and data of a reinforcement-learning run; fetch models from the hub if need be."""
     check_train(rehearse(config))
@@ -213,7 +201,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
-    teachers = open_teachers(config, tokenizer, answers)
+    asked = teachers_of(config)
+    teachers = open_teachers(asked, tokenizer, answers)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
     _check_askers(config, tokenizer, vocabulary, [each for each in (train, val) if each is not None])
@@ -226,7 +215,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     hints, survey = None, None
     if algorithm.requires() & HINT_QUANTITIES or config.algo.distill.teacher == "hint":
         readers = [spec, *(read_model_spec(role.model.path) for role in roles if role.role is Role.TEACHER)]
-        hints = open_hints(config, tokenizer, min(each.max_positions for each in readers), vocabulary)
+        room = max_hinted_prompt_tokens(config, min(each.max_positions for each in readers))
+        hints = open_hints(config.algo, config.environment, tokenizer, room, vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
     if config.rollout.source != "vllm":
@@ -236,7 +226,9 @@ def open_train_inputs(config: Config) -> TrainInputs:
     conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
     for data in (train, val):
         if data is not None:
-            require_teachers(config, data)
+            if asked and "teacher" not in asked:
+                for prompt in map(data.__getitem__, range(len(data))):
+                    teacher_of(config, prompt.data_source, prompt.environment)
             check_ground_truths(config.rewards, data, tokenizer)
             if conversations is not None:
                 conversations.check(data[i] for i in data.by_roles.values())
@@ -256,7 +248,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hint_survey=survey,
         conversations=conversations,
         teachers=teachers,
-        common_tokens=common_tokens(config, spec, roles, teachers),
+        common_tokens=common_tokens(asked, spec, roles, teachers),
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
+from megarl.config.batches import batch_counts
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.activity import doing
@@ -161,7 +162,13 @@ class Trainer:
         training = training_rows(collected, config.algo, stale_at=stale_at, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
         if rows:
-            needed = needed_quantities(config, inputs.algorithm, gate_passed=self.gate.passed)
+            needed = needed_quantities(
+                inputs.algorithm,
+                config.algo.correction,
+                staleness=config.rollout.schedule.staleness,
+                num_updates=batch_counts(config).optimizer_steps_per_step,
+                gate_passed=self.gate.passed,
+            )
             rows, metrics = self.forward.add_quantities(rows, collected.rollout.prompts, needed, seed=seed, step=step)
             self.gate.check(rows)
             with self.timers("adv"):

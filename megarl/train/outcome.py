@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megarl.algos.filters import filter_scores
+from megarl.config.algo import FilterConfig
 from megarl.errors import RunError
 from megarl.train.groups import JudgedGroup
 from megarl.types import FinishReason, Prompt, Reward, Sample
@@ -103,6 +105,14 @@ class FirstSteps:
                     flat_warning(outcome, self.num_flat, read) if is_judged else untaught_warning(self.num_flat)
                 )
         return found
+
+
+def judged_in_words(groups: Sequence[JudgedGroup], outcome: StepOutcome, cfg: FilterConfig) -> str:
+    """Say how the groups of a step were judged of which the filter kept none."""
+    means = [statistics.fmean(filter_scores(group.rewards, cfg)) for group in groups if group.is_judged]
+    spread = f", whose means of {cfg.by!r} are {min(means):g} to {max(means):g}" if means else ""
+    failed = f" ({outcome.num_failed} samples failed, the first of them: {outcome.cause})" if outcome.failures else ""
+    return f"{len(means)} judged groups{spread}, {len(groups) - len(means)} that could not be judged{failed}"
 
 
 def all_failed_error(place: str, num_samples: int, failures: Sequence[Trouble], more: str = "") -> RunError:

@@ -191,7 +191,7 @@ def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
         command="sft",
         role=actor_role(config),
         frozen=(frozen := tuple(teacher_roles(config))),
-        teaching=teaching_of(config, frozen, inputs.common_tokens),
+        teaching=teaching_of(config.algo.distill, frozen, inputs.common_tokens),
         add_quantities=None if config.algo.distill.asked_top_k is None else with_teacher,
         objective=SftAlgorithm(distill=config.algo.distill),
         total_steps=config.sft.total_steps,

@@ -9,6 +9,7 @@ from megarl.algos.preference import BATCH_KL, preference_objective
 from megarl.cluster.roles import reference_role, reward_role, teacher_roles
 from megarl.config.batches import max_row_tokens
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
+from megarl.config.check_distill import teachers_of
 from megarl.config.check_optimizers import warmup_warning
 from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, TrainRewardConfig
 from megarl.data.answers import Answers
@@ -97,11 +98,12 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
         answers=answers,
         vocabulary=vocabulary,
     )
-    roles, teachers = teacher_roles(config), open_teachers(config, tokenizer, answers)
+    asked, roles = teachers_of(config), teacher_roles(config)
+    teachers = open_teachers(asked, tokenizer, answers)
     check_role_models(config, roles, tokenizer)
     warnings = [*answers.warnings(), *vocabulary.warnings, *(text for each in teachers for text in each.warnings)]
     checked = _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
-    return replace(checked, common_tokens=common_tokens(config, spec, roles, teachers))
+    return replace(checked, common_tokens=common_tokens(asked, spec, roles, teachers))
 
 
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:

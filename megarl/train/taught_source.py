@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from megarl.algos.prefixes import keeps_demonstration, prefix_ratios
-from megarl.config.schema import Config
+from megarl.config.algo import DemonstrationConfig
 from megarl.data.stop_tokens import StopTokens
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.source import Doing, Group, RolloutSource, generating
@@ -22,16 +22,16 @@ class TaughtSource:
     Prompts with an environment get none. live: samples all else. writer_of: returns the teacher of a prompt's samples.
     """
 
-    config: Config
+    demonstrations: DemonstrationConfig
+    num_samples: int
     live: RolloutSource
     writer_of: Callable[[Prompt], TeacherWriter]
     stop_tokens: StopTokens
 
     async def sample(self, group: Group) -> None:
         """Have the teacher write, unless all samples that start with a demonstration are under way, and sample."""
-        cfg, plan, uid = self.config.algo.demonstrations, group.plan, group.prompt.uid
-        count = self.config.rollout.num_samples
-        ratios = prefix_ratios(cfg, uid=uid, step=plan.step, num_samples=count, run_seed=plan.run_seed)
+        cfg, plan, uid = self.demonstrations, group.plan, group.prompt.uid
+        ratios = prefix_ratios(cfg, uid=uid, step=plan.step, num_samples=self.num_samples, run_seed=plan.run_seed)
         have = {*group.samples, *group.parts}
         wanted = any(ratio > 0 and i not in have for i, ratio in enumerate(ratios))
         if wanted and not group.prompt.environment and keeps_demonstration(cfg, uid=uid, run_seed=plan.run_seed):
@@ -47,7 +47,7 @@ class TaughtSource:
                 [group.prompt],
                 cfg,
                 step=plan.step,
-                num_samples=count,
+                num_samples=self.num_samples,
                 run_seed=plan.run_seed,
                 end_token_ids=self.stop_tokens.token_ids,
             )

@@ -1,13 +1,12 @@
 """Check at the start of a run that every sample has a teacher, and how much of the vocabulary all of them share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check_distill import teacher_of, teachers_of
-from megarl.config.schema import Config, TeacherConfig
+from megarl.config.algo import DistillConfig
+from megarl.config.schema import TeacherConfig
 from megarl.data.answers import Answers
-from megarl.data.prompts import PromptDataset
 from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
 from megarl.types.messages import Role, RoleSpec, Teaching
 from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
@@ -16,20 +15,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def open_teachers(config: Config, tokenizer: "PreTrainedTokenizerBase", answers: Answers) -> tuple[TeacherTokens, ...]:
+def open_teachers(
+    asked: Mapping[str, TeacherConfig], tokenizer: "PreTrainedTokenizerBase", answers: Answers
+) -> tuple[TeacherTokens, ...]:
     """Compare the tokens of all teachers with the policy's; ConfigError as in `compare_tokens`."""
-    named = {key: each.model_path for key, each in teachers_of(config).items()}
+    named = {key: each.model_path for key, each in asked.items()}
     return tuple(
         compare_tokens(tokenizer, answers, path, f"{key}.model_path") for key, path in named.items() if path is not None
     )
 
 
-def teaching_of(config: Config, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
+def teaching_of(distill: DistillConfig, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
     """Return how updates of the actor compare it with a teacher over the vocabulary; None: they do not.
 
     common: how many tokens both share, as `common_tokens` says.
     """
-    distill = config.algo.distill
     if not distill.is_dense:
         return None
     role = next((role.role for role in roles if role.in_update_of is Role.ACTOR), None)
@@ -44,21 +44,14 @@ def teaching_of(config: Config, roles: Sequence[RoleSpec], common: int | None) -
     )
 
 
-def require_teachers(config: Config, data: PromptDataset) -> None:
-    """Raise ConfigError for a prompt whose data source and environment no teacher of the run teaches."""
-    if config.teachers and config.teacher == TeacherConfig():
-        for prompt in (data[i] for i in range(len(data))):
-            teacher_of(config, prompt.data_source, prompt.environment)
-
-
 def common_tokens(
-    config: Config, spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]
+    asked: Mapping[str, TeacherConfig], spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]
 ) -> int | None:
     """Return how many tokens from the first on policy and teachers share, by their tokenizers and embeddings; None: all
     of them. There may be no more than a tokenizer of a teacher behind servers.
     """
     sizes = [read_model_spec(role.model.path).dims.vocab for role in roles if role.role.kind is Role.TEACHER]
-    for path in (each.model_path for each in teachers_of(config).values() if each.servers and each.model_path):
+    for path in (each.model_path for each in asked.values() if each.servers and each.model_path):
         if (Path(path) / "config.json").is_file():
             described = read_hf_config(Path(path), "teacher.model_path")
             sizes.append(described.get("text_config", described).get("vocab_size", spec.dims.vocab))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megarl.cluster import offloading
 from megarl.config.batches import actor_learns, mini_batch_prompts
-from megarl.config.schema import Config
+from megarl.config.schema import TrainerConfig
 from megarl.record.metrics import Timers
 from megarl.train.passes import BatchUpdate, RoleUpdater
 from megarl.types import AlgoState, Row
@@ -20,10 +20,11 @@ class UpdateStage:
     be on the devices for it.
     """
 
-    config: Config
+    trainer: TrainerConfig
     updaters: Mapping[Role, RoleUpdater]
     roles: Sequence[RoleSpec] = ()
     has_critic: bool
+    critic_warmup_steps: int = 0
     enter: Callable[[offloading.Phase], None]
     timers: Timers
 
@@ -41,8 +42,8 @@ class UpdateStage:
         metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
         learned = None
         for role, updater in reversed(list(self.updaters.items())):
-            warmup_steps = self.config.critic.warmup_steps
-            if role is Role.ACTOR and self.has_critic and not actor_learns(step, critic_warmup_steps=warmup_steps):
+            is_waiting = self.has_critic and not actor_learns(step, critic_warmup_steps=self.critic_warmup_steps)
+            if role is Role.ACTOR and is_waiting:
                 continue
             self.enter(updater.updating(self.roles))
             with self.timers(f"update_{role}"):
@@ -50,8 +51,8 @@ class UpdateStage:
                     rows,
                     state,
                     step=step,
-                    mini_batch_prompts=mini_batch_prompts(self.config),
-                    num_epochs=self.config.trainer.num_epochs,
+                    mini_batch_prompts=mini_batch_prompts(self.trainer),
+                    num_epochs=self.trainer.num_epochs,
                 )
             metrics |= result.metrics
             if role is Role.ACTOR:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster import offloading
 from megarl.config.generation import Sampling
-from megarl.config.schema import Config
+from megarl.config.schema import RolloutConfig, ValidationConfig
 from megarl.data.prompts import PromptDataset
 from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
@@ -36,12 +36,17 @@ class Validation:
 class Validator:
     """Validates the policy on held-out prompts, with the same estimates as `megarl eval`.
 
-    stop_token_ids: what ends an answer. answers: returns the file that takes the answers of a step. enter: called with
-    the phase before each generation, so that the engines are on their devices. compare: returns metrics of samples
-    beside the teacher's distribution; None: the run has no teacher.
+    total_steps: after the last one, a validation ends whatever a signal asks for. stop_token_ids: what ends an answer.
+    answers: returns the file that takes the answers of a step. enter: called with the phase before each generation, so
+    that the engines are on their devices. compare: returns metrics of samples beside the teacher's distribution; None:
+    the run has no teacher.
     """
 
-    config: Config
+    settings: ValidationConfig
+    rollout: RolloutConfig
+    best_metric: str
+    run_seed: int
+    total_steps: int
     data: PromptDataset
     tokenizer: "PreTrainedTokenizerBase"
     stop_token_ids: tuple[int, ...]
@@ -57,7 +62,7 @@ class Validator:
         Metrics by data source are those of `validation_metrics`. All answers are written to the step's file. Raises
         SamplingStopped if a signal asks for a stop before the last step.
         """
-        settings = self.config.validation
+        settings = self.settings
         count = min(len(self.data), settings.max_prompts or len(self.data))
         prompts = [self.data[i] for i in range(count)]
         samples, answers, troubles = self._answers(prompts, step, greedy=False)
@@ -74,7 +79,7 @@ class Validator:
         metrics = {name: value for result in results for name, value in validation_metrics(result).items()}
         if self.compare is not None:
             metrics |= self.compare(samples, {prompt.uid: prompt for prompt in prompts}, step=step)
-        prefix = f"{self.config.checkpoint.best_metric}/"
+        prefix = f"{self.best_metric}/"
         scores = [value for name, value in metrics.items() if name.startswith(prefix)]
         summary = ", ".join(f"{result.data_source} {result.avg:.3f}" for result in results)
         if settings.greedy:
@@ -94,7 +99,7 @@ class Validator:
         self, prompts: Sequence[Prompt], step: int, *, greedy: bool
     ) -> tuple[Sequence[Sample], list[JudgedAnswer], Sequence[Trouble]]:
         """Sample and judge answers, and return them, as samples too, with the troubles of their judges."""
-        settings, rollout = self.config.validation, self.config.rollout
+        settings, rollout = self.settings, self.rollout
         sampling = Sampling(
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -107,14 +112,13 @@ class Validator:
             num_samples=1 if greedy else settings.num_samples,
             sampling=sampling.greedy() if greedy else sampling,
             max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
-            run_seed=self.config.run.seed,
+            run_seed=self.run_seed,
         )
         self.enter(offloading.GENERATE)
         judging = self.rewards.begin()
         groups = [Group(prompt=prompt, plan=plan, judging=judging) for prompt in prompts]
         begin(self.source, groups)
-        # The last step ends the run, whatever a signal asks for.
-        may_stop = 0 < step < self.config.trainer.total_steps
+        may_stop = 0 < step < self.total_steps
         batch = collect(self.source, groups, timeout_s=rollout.timeout_s, may_stop=may_stop)
         judged = self.rewards.finish([judging], batch.samples)
         answers = [

@@ -61,7 +61,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
     rewards, validation_rewards = _reward_managers(inputs, passes, memory, completions)
     rollouts = Rollouts(
-        config=config,
+        algo=config.algo,
+        rollout=config.rollout,
+        total_steps=config.trainer.total_steps,
+        run_seed=config.run.seed,
         scheduler=scheduler,
         queue=PromptQueue(open_sampler(config, inputs.train)),
         prompts=inputs.train,
@@ -89,7 +92,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         memory=memory,
         rollouts=rollouts,
         forward=forward,
-        gate=MismatchGate(config),
+        gate=MismatchGate(config.trainer, config.model, config.rollout.engine),
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,
         validator=_open_validator(inputs, live, validation_rewards, recorder, forward),
@@ -128,8 +131,13 @@ def _open_validator(
     """Open the validation of a run; None without data for it."""
     if inputs.val is None:
         return None
+    config = inputs.config
     return Validator(
-        config=inputs.config,
+        settings=config.validation,
+        rollout=config.rollout,
+        best_metric=config.checkpoint.best_metric,
+        run_seed=config.run.seed,
+        total_steps=config.trainer.total_steps,
         data=inputs.val,
         tokenizer=inputs.tokenizer,
         stop_token_ids=inputs.answers.stop_tokens.stop_token_ids,
@@ -137,7 +145,7 @@ def _open_validator(
         rewards=rewards,
         answers=recorder.owned(recorder.paths.validation),
         enter=forward.enter,
-        compare=forward.held_out_divergence if inputs.config.algo.distill.teacher == "model" else None,
+        compare=forward.held_out_divergence if config.algo.distill.teacher == "model" else None,
     )
 
 
@@ -175,7 +183,8 @@ def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
         for key, each in teachers_of(config).items()
     }
     return TaughtSource(
-        config=config,
+        demonstrations=config.algo.demonstrations,
+        num_samples=config.rollout.num_samples,
         live=live,
         writer_of=lambda prompt: writers[teacher_of(config, prompt.data_source, prompt.environment)],
         stop_tokens=stop_tokens,
@@ -269,7 +278,7 @@ def _update_stage(
         Role.ACTOR: num_actor_steps(config, has_critic=has_critic),
         Role.CRITIC: config.trainer.total_steps,
     }
-    teaching = teaching_of(config, inputs.roles, inputs.common_tokens)
+    teaching = teaching_of(config.algo.distill, inputs.roles, inputs.common_tokens)
     algo = config.algo
     has_others = algo.advantage.estimator != "none" or algo.demonstrations.strategy != "none" or algo.plugins
     # The prompts of the first steps may have no hints.
@@ -289,10 +298,11 @@ def _update_stage(
         if role.trainable
     }
     return UpdateStage(
-        config=config,
+        trainer=config.trainer,
         updaters=updaters,
         roles=inputs.roles,
         has_critic=has_critic,
+        critic_warmup_steps=config.critic.warmup_steps,
         enter=memory.enter,
         timers=timers,
     )

@@ -172,7 +172,7 @@ def open_trainer(config: Config, lengths: Sequence[int], ranks: Sequence[Process
     workers.load(LoadRequest.of(config.run, [role]))
     passes = RolePasses(workers, role, dims=spec.dims)
     updater = RoleUpdater(workers, role, algorithm, total_steps=1000, dims=spec.dims)
-    gate = MismatchGate(config)
+    gate = MismatchGate(config.trainer, config.model, config.rollout.engine)
     gate.passed = True
     return Trainer(
         inputs=cast(Any, SimpleNamespace(config=config, spec=spec, algorithm=algorithm, tokenizer=None)),
@@ -184,7 +184,11 @@ def open_trainer(config: Config, lengths: Sequence[int], ranks: Sequence[Process
         forward=ForwardStage(passes={Role.ACTOR: passes}, hints=None, enter=cast(Any, nothing), timers=timers),
         gate=gate,
         updates=UpdateStage(
-            config=config, updaters={Role.ACTOR: updater}, has_critic=False, enter=cast(Any, nothing), timers=timers
+            trainer=config.trainer,
+            updaters={Role.ACTOR: updater},
+            has_critic=False,
+            enter=cast(Any, nothing),
+            timers=timers,
         ),
         supervisor=cast(Any, SimpleNamespace(outdate=nothing, push=nothing, metrics=nothing, busy={})),
         validator=None,

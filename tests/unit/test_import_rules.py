@@ -127,7 +127,7 @@ MOST_LINES = {
 MOST_LINES_TOGETHER = 93_100
 MOST_ARROWS = 161
 MOST_ANY_PER_1000 = 11.2
-MOST_TAKERS = 49
+MOST_TAKERS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

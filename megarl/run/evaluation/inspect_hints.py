@@ -14,6 +14,7 @@ import torch
 from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import load_config
+from megarl.config.batches import max_hinted_prompt_tokens
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, token_texts
@@ -82,7 +83,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     prompts = PromptDataset(train_files(config.data.train), tokenizer, config.data, cpo=config.algo.cpo)
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
-    placer = open_hints(config, tokenizer, positions).placer
+    placer = open_hints(config.algo, config.environment, tokenizer, max_hinted_prompt_tokens(config, positions)).placer
     survey = survey_hints(placer, (prompts[i] for i in range(len(prompts))))
     placed = ((prompt, placer.place(prompt)) for prompt in (prompts[i] for i in range(len(prompts))))
     chosen = list(islice(((prompt, hinted) for prompt, hinted in placed if not hinted.missing), request.num_prompts))

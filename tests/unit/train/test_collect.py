@@ -24,7 +24,6 @@ from megarl.algos.advantages import compute_advantages
 from megarl.cluster.offloading import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
-from megarl.config.schema import Config, TrainerConfig
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError, WorkerError
@@ -219,11 +218,10 @@ class World(RolloutSource):
         schedule = schedule or ScheduleConfig()
         return Rollouts(
             scheduler=Scheduler(prompts_per_step=num_prompts, staleness=schedule.staleness),
-            config=Config(
-                algo=AlgoConfig(filter=cfg),
-                rollout=RolloutConfig(num_samples=len(self.scores[0]), schedule=schedule),
-                trainer=TrainerConfig(prompts_per_step=num_prompts),
-            ),
+            algo=AlgoConfig(filter=cfg),
+            rollout=RolloutConfig(num_samples=len(self.scores[0]), schedule=schedule),
+            total_steps=100,
+            run_seed=0,
             queue=queue or queue_of(len(self.scores)),
             prompts=self.prompts,
             source=self,
@@ -456,7 +454,7 @@ def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
     plain = world.collector(FilterConfig(), 3, queue=queue_of(3, 3))
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
     rollout = RolloutConfig(num_samples=2)
-    collected = collect(replace(plain, config=replace(plain.config, algo=algo, rollout=rollout)), 1)
+    collected = collect(replace(plain, algo=algo, rollout=rollout), 1)
     assert (world.plans[-1].num_samples, world.plans[-1].last_is_greedy) == (3, True)
     found = {
         (sample.uid, sample.sample_index): (reward.score, reward.details["greedy_score"])
@@ -595,7 +593,7 @@ def test_no_prompt_is_under_way_twice() -> None:
 def test_the_last_steps_admit_no_more_than_they_take() -> None:
     world = World([MIXED] * 9)
     rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
-    rollouts.config = replace(rollouts.config, trainer=replace(rollouts.config.trainer, total_steps=2))
+    rollouts.total_steps = 2
     for step in (1, 2):
         admit(rollouts, step - 1)
         rollouts.take(step)

@@ -14,8 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algos.build import build_algorithm
 from megarl.cluster.offloading import Phase, forward
 from megarl.config.algo import AlgoConfig, CorrectionConfig, HintConfig
-from megarl.config.generation import RolloutConfig, ScheduleConfig
-from megarl.config.schema import Config, TrainerConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
@@ -438,13 +436,11 @@ def test_old_logprobs_are_computed_where_the_ratio_needs_them(
     correction: str, staleness: int, mini_batches: int, gate_passed: bool, needed: bool
 ) -> None:
     algo = AlgoConfig(correction=CorrectionConfig(name=correction))
-    config = Config(
-        algo=algo,
-        rollout=RolloutConfig(schedule=ScheduleConfig(staleness=staleness)),
-        trainer=TrainerConfig(prompts_per_step=4, mini_batch_prompts=4 // mini_batches),
-    )
     algorithm = build_algorithm(algo, max_response_tokens=8, vocab_size=None)
-    assert (TokenQuantity.OLD_LOGPROBS in needed_quantities(config, algorithm, gate_passed=gate_passed)) is needed
+    found = needed_quantities(
+        algorithm, algo.correction, staleness=staleness, num_updates=mini_batches, gate_passed=gate_passed
+    )
+    assert (TokenQuantity.OLD_LOGPROBS in found) is needed
 
 
 def test_each_teacher_passes_once_over_its_own_rows(rows: list[Row], prompts: dict[str, Prompt]) -> None:

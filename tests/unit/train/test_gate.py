@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.config.algo import CorrectionConfig
-from megarl.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, TrainerConfig
+from megarl.config.schema import EngineConfig, ModelConfig, TrainerConfig
 from megarl.errors import MismatchError
 from megarl.train.gate import MismatchGate, engine_metrics, mismatch_of
 from megarl.types import Row
@@ -36,7 +36,7 @@ def make_row(
 
 
 def gate(dtype: Literal["float32", "bfloat16"] = "float32", limit: float | None = None) -> MismatchGate:
-    return MismatchGate(Config(model=ModelConfig(dtype=dtype), trainer=TrainerConfig(mismatch_gate_nats=limit)))
+    return MismatchGate(TrainerConfig(mismatch_gate_nats=limit), ModelConfig(dtype=dtype), EngineConfig())
 
 
 def test_rows_of_different_lengths_are_compared_on_sampled_tokens() -> None:
@@ -74,8 +74,7 @@ def test_limits(dtype: Literal["float32", "bfloat16"], limit: float | None, diff
 
 
 def test_engines_in_bfloat16_have_its_limit_whatever_the_trainer_computes_in() -> None:
-    engine = RolloutConfig(engine=EngineConfig(dtype="bfloat16"))
-    checked = MismatchGate(Config(model=ModelConfig(dtype="float32"), rollout=engine))
+    checked = MismatchGate(TrainerConfig(), ModelConfig(dtype="float32"), EngineConfig(dtype="bfloat16"))
     checked.check([make_row([-1.0], [-1.049])])
     assert checked.passed
 
@@ -89,8 +88,8 @@ def test_engines_in_bfloat16_have_its_limit_whatever_the_trainer_computes_in() -
 def test_engines_that_round_to_float8_may_differ_more(
     engine: EngineConfig, limit: float | None, difference: float, passes: bool
 ) -> None:
-    config = Config(rollout=RolloutConfig(engine=engine), trainer=TrainerConfig(mismatch_gate_nats=limit))
-    checked, rows = MismatchGate(config), [make_row([-1.0], [-1.0 - difference])]
+    checked = MismatchGate(TrainerConfig(mismatch_gate_nats=limit), ModelConfig(), engine)
+    rows = [make_row([-1.0], [-1.0 - difference])]
     if passes:
         checked.check(rows)
     else:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.algo import AlgoConfig, DemonstrationConfig
-from megarl.config.generation import RolloutConfig, Sampling
-from megarl.config.schema import Config
+from megarl.config.algo import DemonstrationConfig
+from megarl.config.generation import Sampling
 from megarl.config.teacher import TeacherConfig
 from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError
@@ -90,8 +89,7 @@ class Live:
 
 
 def taught(cfg: DemonstrationConfig, writer: Writer, group: Group) -> Group:
-    config = Config(algo=AlgoConfig(demonstrations=cfg), rollout=RolloutConfig(num_samples=2))
-    source = TaughtSource(config=config, live=Live(), writer_of=lambda _: writer, stop_tokens=ENDS)  # type: ignore[arg-type, return-value]
+    source = TaughtSource(demonstrations=cfg, num_samples=2, live=Live(), writer_of=lambda _: writer, stop_tokens=ENDS)  # type: ignore[arg-type, return-value]
     loop.wait(source.sample(group))
     return group
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.generation import Sampling, ValidationConfig
-from megarl.config.schema import Config
+from megarl.config.generation import RolloutConfig, Sampling, ValidationConfig
+from megarl.config.schema import CheckpointConfig
 from megarl.errors import RunError
 from megarl.host import loop
 from megarl.record.answers import read_answers
@@ -81,7 +81,11 @@ def validator_of(world: World, tmp_path: Path) -> Validator:
         num_samples=4, pass_at=(1, 2), temperature=0.6, top_p=0.95, top_k=20, max_response_tokens=99
     )
     return Validator(
-        config=Config(validation=settings),
+        settings=settings,
+        rollout=RolloutConfig(),
+        best_metric=CheckpointConfig().best_metric,
+        run_seed=0,
+        total_steps=100,
         data=world,  # type: ignore[arg-type]
         tokenizer=TOKENIZER,
         stop_token_ids=(2, 0),
