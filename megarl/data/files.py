@@ -7,9 +7,11 @@ every line is kept. A row becomes a dictionary when it is read.
 import json
 import mmap
 import re
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +172,16 @@ class JsonlFile:
 
     def __init__(self, path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> None:
         self._path, self._unread = path, frozenset(unread)
-        offset, starts = 0, []
+        offset, self._starts = 0, array("q")
         with reading(path, "JSON lines"), path.open("rb") as file:
             for line in file:
                 if not line.isspace():
-                    starts.append(offset)
+                    self._starts.append(offset)
                 offset += len(line)
             # An empty file cannot be mapped.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if starts else None
-        self._starts = np.asarray(starts, dtype=np.int64)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._starts else None
         self._columns: frozenset[str] | None = None  # all keys, for the first row
-        self.present: Sequence[str] = list(self[0]) if starts else columns
+        self.present: Sequence[str] = list(self[0]) if self._starts else columns
         self._columns = frozenset(columns) | self._unread
 
     def __len__(self) -> int:
@@ -189,7 +190,7 @@ class JsonlFile:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         if self._map is None:
             raise IndexError(index)
-        start = int(self._starts[index])
+        start = self._starts[index]
         end = self._map.find(b"\n", start)
         line = self._map[start : end if end >= 0 else len(self._map)]
         try:
@@ -210,8 +211,9 @@ class JsonlFile:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for index in range(len(self)):
             row = self[index]
-            for name in self._unread & row.keys():
-                _require_empty(row[name], name, f"{self._path} row {index}")
+            if not self._unread.isdisjoint(row):
+                for name in self._unread & row.keys():
+                    _require_empty(row[name], name, f"{self._path} row {index}")
             yield row
 
 
@@ -271,13 +273,13 @@ class RowFiles:
             file = _open(path, columns, [name for name in UNREAD_COLUMNS if name not in columns])
             require_columns(path, file.present, required, remedy)
             self._files.append(file)
-        self._ends = np.cumsum([len(file) for file in self._files], dtype=np.int64)
+        self._ends, self._names = [*accumulate(map(len, self._files))], [*map(str, self.paths)]
         if not len(self):
-            names = ", ".join(map(str, self.paths)) or "no file given"
+            names = ", ".join(self._names) or "no file given"
             raise DataError(f"the data set is empty ({names}); expected at least one row")
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._files else 0
+        return self._ends[-1] if self._files else 0
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         which, row = self._locate(index)
@@ -293,10 +295,10 @@ class RowFiles:
     def where(self, index: int) -> str:
         """Return a name of row `index` for messages: its file and its position there, counted from 0."""
         which, row = self._locate(index)
-        return f"{self.paths[which]} row {row}"
+        return f"{self._names[which]} row {row}"
 
     def _locate(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
+        which = bisect_right(self._ends, index)
+        if index < 0 or which == len(self._ends):
             raise IndexError(f"row {index} of {len(self)}")
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        return which, index - (int(self._ends[which]) - len(self._files[which]))
+        return which, index - (self._ends[which - 1] if which else 0)

@@ -90,22 +90,20 @@ class PromptDataset:
         self.spelled = SpelledSpecialTokens(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
-        rows = ((i, row, self._checked(row, self._files.where(i))) for i, row in enumerate(self._files))
+        rows = (self._checked(i, row) for i, row in enumerate(self._files))
         while chunk := list(islice(rows, READ_ROWS)):
-            sources.update(record.data_source for *_, record in chunk)
-            names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
-            environments.update(name for name in names if name)
+            sources.update([record.data_source for *_, record, _ in chunk])
+            environments.update([name for *_, name in chunk if name])
             prompts = list[list[int]]()
-            for name, pairs in groupby(zip(names, chunk, strict=True), key=lambda each: each[0]):
-                part, tools = [each for _, each in pairs], tools_of(name) if name else ()
-                places, chats = [self._files.where(i) for i, *_ in part], [record.messages for *_, record in part]
+            for name, group in groupby(chunk, key=lambda each: each[-1]):
+                part, tools = list(group), tools_of(name) if name else ()
+                places, chats = [where for _, where, *_ in part], [record.messages for *_, record, _ in part]
                 prompts += encode_chats(tokenizer, chats, prefill=True, tools=tools, places=places)
-            for (index, row, record), ids in zip(chunk, prompts, strict=True):
+            for (index, where, row, record, _), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= settings.max_prompt_tokens:
-                    where = self._files.where(index)
                     vocabulary.require(ids, where)
                     self.spelled.look((*record.messages, *(self._target(row, where) if demonstrations else ())), where)
-                    self.by_roles.setdefault(tuple(message.role for message in record.messages), len(self._kept))
+                    self.by_roles.setdefault(tuple([message.role for message in record.messages]), len(self._kept))
                     self._tokens.append(array("i", ids))
                     self._kept.append(index)
                     if demonstrations is not None and encoder is not None:
@@ -114,7 +112,7 @@ class PromptDataset:
                         self._demonstrations.append(array("i", target))
                         self.num_target_probs += has_probs
                 elif settings.on_long_prompt == "error":
-                    raise long_prompt_error(self._files.where(index), len(ids), settings.max_prompt_tokens)
+                    raise long_prompt_error(where, len(ids), settings.max_prompt_tokens)
         self.data_sources, self.environments = frozenset(sources), frozenset(environments)
         self.num_dropped = len(self._files) - len(self._kept)
         # Number of usable prompts of each file, in the order of `paths`.
@@ -163,12 +161,15 @@ class PromptDataset:
                 "set strategy=none"
             )
 
-    def _checked(self, row: Mapping[str, Any], where: str) -> PromptRecord:
-        """Parse a row; DataError if it has no question and no environment that writes one."""
-        record = parse_prompt(row, where, self._settings)
-        if not self._environment_of(row, where):
+    def _checked(self, index: int, row: Mapping[str, Any]) -> tuple[int, str, Mapping[str, Any], PromptRecord, str]:
+        """Parse a row, and return it with its place and its environment; DataError if it has no question and no
+        environment that writes one.
+        """
+        where = self._files.where(index)
+        record, environment = parse_prompt(row, where, self._settings), self._environment_of(row, where)
+        if not environment:
             require_words(record.messages, where)
-        return record
+        return index, where, row, record, environment
 
     def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
         """Return the name of a row's environment; empty: it has none."""

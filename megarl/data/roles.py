@@ -28,8 +28,10 @@ def require_question(messages: Sequence[Message], name: str, where: str) -> None
 
 def require_words(messages: Sequence[Message], where: str) -> None:
     """Raise DataError for a chat with nothing but blank turns before the first answer, besides those of the system."""
-    asked = [turn for turn in takewhile(lambda turn: turn.role != "assistant", messages) if turn.role != "system"]
-    if asked and not any(turn.content.strip() for turn in asked):
+    asked = [
+        turn.content for turn in takewhile(lambda turn: turn.role != "assistant", messages) if turn.role != "system"
+    ]
+    if asked and not any(map(str.strip, asked)):
         raise DataError(
             f"{where}: the turns before the answer are blank, expected a question; write it, or remove the row"
         )
