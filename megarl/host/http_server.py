@@ -46,8 +46,8 @@ def descriptor_limit() -> int:
 class BoundedServer(uvicorn.Server):
     """A uvicorn server that no client can fill or block.
 
-    A connection is a stranger's until `trust` is called for one of its requests, and while it waits for its client. Of
-    those there are at most `max_strangers`; for one more, the oldest is closed. Connections that were trusted, or wait
+    A connection is a stranger's until `trust` is called for one of its requests, and while it waits for its client. At
+    most `max_strangers` of those are open: for one more, the oldest is closed. Connections that were trusted, or wait
     for an answer, stay.
     """
 
@@ -142,7 +142,7 @@ class JsonReader:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class _Connections(ServerState):
