@@ -170,7 +170,7 @@ def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 def _train(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
-    from megarl.run.first_checks import check_settings, check_start
+    from megarl.run.first_checks import check_plan, check_start
 
     overrides = list(arguments.overrides)
     if (steps := arguments.profile_steps) is not None:
@@ -180,7 +180,7 @@ def _train(arguments: argparse.Namespace) -> None:
         overrides.append(f"logging.profile_steps=[{first}, {last}]")
     config = load_config(arguments.config, overrides)
     if arguments.dry_run:
-        check_settings(config, "train")
+        check_plan(config, "train", arguments.device_gib)
         from megarl.forecast.calibrate import planned_seconds
         from megarl.plan.render import print_plan
 
@@ -198,11 +198,11 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _train_supervised(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
-    from megarl.run.first_checks import check_settings, check_start
+    from megarl.run.first_checks import check_plan, check_start
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
-        check_settings(config, arguments.command)
+        check_plan(config, arguments.command)
         from megarl.host.device.platform import apply_environment
 
         apply_environment()

@@ -164,7 +164,8 @@ class Cluster:
         self._judge_servers = {
             name: list(itertools.islice(its_judges, len(slots))) for name, slots in plan.judges.items()
         }
-        self.engines = EngineGroup(located(engines), timeout_s=timeout_s, router=router_of(self._config))
+        router = router_of(self._config.rollout, deterministic=self._config.run.deterministic)
+        self.engines = EngineGroup(located(engines), timeout_s=timeout_s, router=router)
 
     def _shared_devices(self, slot: ProcessSlot) -> list[str]:
         ranks = self.workers.processes

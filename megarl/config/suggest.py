@@ -37,17 +37,14 @@ def _name(dotted: str) -> str:
 def _score(key: str, path: str, dotted: str) -> float:
     """Return how similar a known key is to an unknown one, or 0 if it is too different to suggest."""
     section, _, name = dotted.rpartition(".")
-    letters, words = _letters(key, name), _words(key, name)
+    # The share (0 to 1) of letters in common and in order, ignoring filler words.
+    letters = SequenceMatcher(None, "_".join(_telling(key)), "_".join(_telling(name))).ratio()
+    words = _words(key, name)
     if section == path:
         return letters + words + _BESIDE if letters >= _LETTERS_BESIDE or words else 0.0
     if letters < _LETTERS_ELSEWHERE and words < _WORDS_ELSEWHERE:
         return 0.0
     return letters + words + _NEARBY * (section.partition(".")[0] == path.partition(".")[0])
-
-
-def _letters(a: str, b: str) -> float:
-    """Return the share (0 to 1) of letters that two names have in common and in order, ignoring filler words."""
-    return SequenceMatcher(None, "_".join(_telling(a)), "_".join(_telling(b))).ratio()
 
 
 def _words(a: str, b: str) -> float:

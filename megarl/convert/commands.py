@@ -21,11 +21,10 @@ from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes
 from megarl.record.text_table import align
 from megarl.weights.companions import copy_companions, exported_config, write_config
+from megarl.weights.safetensors_headers import INDEX_NAME
 from megarl.weights.safetensors_map import (
-    INDEX_NAME,
     UNTRAINED_NAME,
     TensorSpec,
-    dtype_of,
     model_index,
     read_specs,
     untrained_tensors,
@@ -158,7 +157,7 @@ def cast_specs(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
     if dtype is None:
         return dict(specs)
     return {
-        name: dataclasses.replace(spec, dtype=dtype_of("float32" if name in wide else dtype))
+        name: dataclasses.replace(spec, dtype=getattr(torch, "float32" if name in wide else dtype))
         if spec.dtype.is_floating_point
         else spec
         for name, spec in specs.items()

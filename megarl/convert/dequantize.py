@@ -22,16 +22,16 @@ class Mxfp4Reader(SafetensorsReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._stored = self.found
+        self._specs = self.found
         self._packed = dict(self._find_packed(path))
         parts = {name + suffix for name in self._packed for suffix in (BLOCKS, SCALES)}
-        self.found = {name: spec for name, spec in self._stored.items() if name not in parts} | self._packed
+        self.found = {name: spec for name, spec in self._specs.items() if name not in parts} | self._packed
         self.specs = self.found
 
     def _find_packed(self, path: Path) -> Iterator[tuple[str, TensorSpec]]:
-        for blocks in (name for name in self._stored if name.endswith(BLOCKS)):
+        for blocks in (name for name in self._specs if name.endswith(BLOCKS)):
             name = blocks.removesuffix(BLOCKS)
-            shape, scales = self._stored[blocks].shape, self._stored.get(name + SCALES)
+            shape, scales = self._specs[blocks].shape, self._specs.get(name + SCALES)
             if scales is None or scales.dtype != torch.uint8 or (*scales.shape, 16) != shape or len(shape) != 4:
                 raise DataError(
                     f"{path}: {blocks}: got shape {shape}, expected [experts, out, in/32, 16] of bytes, and {name}"

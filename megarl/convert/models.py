@@ -14,14 +14,14 @@ from megarl.record.checkpoints import STATE_FILE, read_checkpoint
 from megarl.types.messages import Role
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import (
-    TensorSpec,
+from megarl.weights.safetensors_headers import (
     model_files,
     not_expected,
     read_weight_map,
     require_equal_copies,
     require_floats,
 )
+from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import Partition
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
@@ -159,7 +159,7 @@ def compare_specs(
             f"{path}: tensors expected by config.json and the family's table but missing: {_few(missing)}; got but not "
             f"expected: {_few(unknown)}; {remedy}"
         )
-    require_floats(path, {name: found[name] for name in expected})
+    require_floats(path, {name: str(found[name].dtype).removeprefix("torch.") for name in expected})
     for name, shape in expected.items():
         if found[name].shape != tuple(shape):
             raise DataError(f"{path}: {name}: expected shape {tuple(shape)}, got {found[name].shape}; {remedy}")

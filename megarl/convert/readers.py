@@ -13,7 +13,8 @@ from megarl.convert.files import FileReader, bytes_of
 from megarl.convert.mapping import Parameter, RowBlock
 from megarl.errors import DataError
 from megarl.weights.dist_index import Chunk, StoredTensor
-from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_files
+from megarl.weights.safetensors_headers import TensorHeader, model_files, read_header
+from megarl.weights.safetensors_map import TensorSpec, spec_of
 from megarl.weights.slices import turned
 
 # Size of the cache of chunk headers, which are read when a chunk is first needed.
@@ -28,20 +29,19 @@ class SafetensorsReader:
 
     def __init__(self, path: Path) -> None:
         self.files = FileReader(path)
-        self._places: dict[str, tuple[str, TensorSpec, int]] = {}
+        self._stored: dict[str, TensorHeader] = {}
         for file in model_files(path):
-            for name, (spec, offset) in locate_tensors(file).items():
-                if name in self._places:
-                    raise DataError(f"{file}: {name} is also in {self._places[name][0]}; copy the model again")
-                self._places[name] = (file.name, spec, offset)
-        self.found = {name: spec for name, (_, spec, _) in self._places.items()}
+            for name, stored in read_header(file).items():
+                if name in self._stored:
+                    raise DataError(f"{file}: {name} is also in {self._stored[name].file.name}; copy the model again")
+                self._stored[name] = stored
+        self.found = {name: spec_of(stored) for name, stored in self._stored.items()}
         self.specs: Mapping[str, TensorSpec] = self.found
 
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
         """Fill `out` [rows, ...] with rows of the tensor `name`, as wide as those of `out`, starting at `row`."""
-        file, _, offset = self._places[name]
-        row_bytes = out.nbytes // len(out)
-        self.files.read_into(file, offset + row * row_bytes, bytes_of(out))
+        stored, row_bytes = self._stored[name], out.nbytes // len(out)
+        self.files.read_into(stored.file.name, stored.begin + row * row_bytes, bytes_of(out))
 
 
 class DistReader:

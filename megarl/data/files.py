@@ -10,7 +10,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,9 @@ def _open(path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> Par
     return READERS[path.suffix](path, columns, unread)
 
 
-def columns_of(path: Path, of_empty: Sequence[str] = ()) -> Sequence[str]:
-    """Return the names of a file's columns, or the keys of its first row, or `of_empty` if it has neither.
-
-    Raises DataError if the file cannot be read.
-    """
-    return _open(path, of_empty).present
+def columns_of(path: Path) -> Sequence[str]:
+    """Return the names of a file's columns, or the keys of its first row; DataError if the file cannot be read."""
+    return _open(path, ()).present
 
 
 # For files whose columns no setting names.
@@ -255,8 +252,8 @@ class RowFiles:
 
     Raises:
         DataError: a file is missing, is damaged or lacks a column of `required` (`remedy` says what to do), or there
-            are no rows at all. A row has a value in one of `UNREAD_COLUMNS` that `columns` does not name; JSON lines
-            are read in iteration.
+            are no rows at all. A row has a value in a column of `unread` that `columns` does not name; JSON lines are
+            read in iteration.
     """
 
     def __init__(
@@ -266,11 +263,12 @@ class RowFiles:
         columns: Sequence[str],
         required: Sequence[str] = (),
         remedy: str = COLUMN_REMEDY,
+        unread: Collection[str] = UNREAD_COLUMNS,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._files: list[ParquetFile | JsonlFile] = []
         for path in self.paths:
-            file = _open(path, columns, [name for name in UNREAD_COLUMNS if name not in columns])
+            file = _open(path, columns, [name for name in unread if name not in columns])
             require_columns(path, file.present, required, remedy)
             self._files.append(file)
         self._ends, self._names = [*accumulate(map(len, self._files))], [*map(str, self.paths)]

@@ -63,7 +63,11 @@ class RoleCheck:
         if places <= self._places:
             self._known.add((kinds, ending))
             return
-        probes = [_probe(i, message) for i, message in enumerate(spoken)]
+        # No template changes these texts; a blank one stays blank.
+        probes = [
+            replace(turn, content=f"Zq{i} turn" if turn.content.strip() else turn.content)
+            for i, turn in enumerate(spoken)
+        ]
         opened = spoken[-1].role != "assistant"
         chats = [probes]
         if ending[1]:
@@ -109,8 +113,3 @@ def _places(kinds: Sequence[str]) -> Iterator[tuple[object, ...]]:
     around = zip(("", *kinds), kinds, (*kinds[1:], ""), strict=False)
     for i, (before, kind, after) in enumerate(around):
         yield before, kind, after, kinds[-1], first[kind] == i, last[kind] == i
-
-
-def _probe(turn: int, message: Message) -> Message:
-    """Return a turn whose text no template changes; a blank one stays blank."""
-    return replace(message, content=f"Zq{turn} turn" if message.content.strip() else message.content)

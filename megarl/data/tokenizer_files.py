@@ -20,9 +20,9 @@ _GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "str
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
-def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a model directory; ConfigError names the file that is damaged, or else `key`, the setting
-    that named the directory. The engine's generation_config.json, which lies beside, is checked too.
+def require_tokenizer(path: str | Path, key: str) -> None:
+    """Raise ConfigError for a model directory without a tokenizer, and for files in it that cannot be read; the
+    engine's generation_config.json, which lies beside, is among them.
     """
     directory, generation = Path(path), Path(path) / "generation_config.json"
     if os.path.lexists(generation):
@@ -31,6 +31,13 @@ def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"{key}: {path} has no tokenizer_config.json; expected a model directory")
     for file in directory.glob("*.json"):
         require_file(file, "JSON", remedy=MODEL_REMEDY, error=ConfigError)
+
+
+def read_tokenizer(path: str | Path, key: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model directory; ConfigError names the file that is damaged, or else `key`, the setting
+    that named the directory.
+    """
+    require_tokenizer(directory := Path(path), key)
     from transformers import AutoTokenizer  # takes a second of each process that never reads one
 
     try:

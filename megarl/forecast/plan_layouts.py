@@ -80,9 +80,10 @@ def settings_of(choice: LayoutChoice) -> dict[str, Mapping[str, object]]:
     place |= {name: asdict(getattr(placement, name)) for name in places}
     recompute = {each.name: getattr(actor, each.name) for each in fields(RecomputeConfig)}
     defaults = asdict(RecomputeConfig())
+    default = asdict(LayoutConfig())
     found: dict[str, Mapping[str, object]] = {
         "actor": {
-            "layout": _changed(actor.layout),
+            "layout": {name: value for name, value in asdict(actor.layout).items() if value != default[name]},
             "recompute": actor.recompute,
             **{name: value for name, value in recompute.items() if value != defaults[name]},
         },
@@ -109,11 +110,6 @@ def host_bytes(search: LayoutSearch, choice: LayoutChoice) -> int:
     nodes = range(0, len(held), search.per_node)
     most = max(sum(held[i] for i in range(first, min(first + search.per_node, len(held)))) for first in nodes)
     return most if choice.config.placement.offload else 0
-
-
-def _changed(layout: LayoutConfig) -> dict[str, object]:
-    default = asdict(LayoutConfig())
-    return {name: value for name, value in asdict(layout).items() if value != default[name]}
 
 
 def _flow(value: object) -> str:

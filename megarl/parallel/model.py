@@ -34,7 +34,8 @@ from megarl.parallel.residual import scaled_residuals
 from megarl.types.messages import Head
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
-from megarl.weights.safetensors_map import dtype_of, map_model, model_files
+from megarl.weights.safetensors_headers import model_files
+from megarl.weights.safetensors_map import map_model
 from megarl.weights.shards import padded_vocab
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
 from megarl.weights.tables import VALUE_HEAD
@@ -277,7 +278,7 @@ def build_model(
 
     base: chunks of the same model in the same layout, whose memory these have for all that both have.
     """
-    config = transformer_config(spec, dtype_of(model.dtype), actor, layout, batch_invariant=batch_invariant)
+    config = transformer_config(spec, getattr(torch, model.dtype), actor, layout, batch_invariant=batch_invariant)
     virtual = layout.config.virtual_pp
     chunks = [
         HEADS[head](

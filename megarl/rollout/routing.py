@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Protocol
 
-from megarl.config.schema import Config
+from megarl.config.engine import EngineConfig
+from megarl.config.generation import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.stepping import EngineLoad, EngineStepCost
 
@@ -206,7 +207,7 @@ class InTurns:
     Nothing depends on when engines finish what, so the same requests always go to the same engines.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, engine: EngineConfig | None = None) -> None:
         self._engine_of: dict[int, int] = {}
 
     def place(self, requests: Sequence[GenerationRequest], living: Sequence[int]) -> Mapping[int, int]:
@@ -235,8 +236,7 @@ class ByLoad:
     See `place_requests` and `find_moves`.
     """
 
-    def __init__(self, config: Config) -> None:
-        engine = config.rollout.engine
+    def __init__(self, engine: EngineConfig) -> None:
         self._num_slots, self._shares_prompts = engine.max_num_seqs, engine.prefix_caching
         self._engine_of: dict[int, int] = {}
         self._requests: dict[int, dict[int, GenerationRequest]] = {}
@@ -298,11 +298,10 @@ class ByLoad:
         return {engine: self._states[engine] for engine in living}
 
 
-ROUTERS: Mapping[str, Callable[[Config], Router]] = {"in_turns": InTurns, "by_load": ByLoad}
+ROUTERS: Mapping[str, Callable[[EngineConfig], Router]] = {"in_turns": InTurns, "by_load": ByLoad}
 
 
-def router_of(config: Config) -> Router:
+def router_of(rollout: RolloutConfig, *, deterministic: bool) -> Router:
     """Return the router of a run: the one that is set, or else `by_load` unless bits must not depend on time."""
-    rollout = config.rollout
-    is_fixed = config.run.deterministic or rollout.source != "vllm" or rollout.engine.num_engines == 1
-    return ROUTERS[rollout.schedule.routing or ("in_turns" if is_fixed else "by_load")](config)
+    is_fixed = deterministic or rollout.source != "vllm" or rollout.engine.num_engines == 1
+    return ROUTERS[rollout.schedule.routing or ("in_turns" if is_fixed else "by_load")](rollout.engine)

@@ -1,33 +1,47 @@
-"""Find mistakes of a command line that need no model, before libraries are imported that take seconds."""
+"""Find mistakes of a command line that need no cluster, before libraries are imported that take seconds."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config
-from megarl.data.files import columns_of, require_columns
+from megarl.data.files import RowFiles
 from megarl.data.records import NAME_COLUMNS, required_columns
 from megarl.data.sampler import train_files
+from megarl.data.tokenizer_files import require_tokenizer
 from megarl.errors import ConfigError
+from megarl.host.device.platform import assuming
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.writing import free_bytes, room
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
+from megarl.rewards.custom.load import look_for
+from megarl.train.models import open_model
+from megarl.train.rehearsal import rehearse
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model, with_models
 
 
-def check_settings(config: Config, command: str) -> None:
-    """Check settings for a command; those of plugins, only after these have been tried in a process of their own."""
-    if not config.algo.plugins:
-        TRAINING_CHECKS[command](config)
+def check_plan(config: Config, command: str, device_gib: float | None = None) -> None:
+    """Raise ConfigError or DataError for what a dry run would find wrong with settings, models and data, where these
+    are there.
+    """
+    _check_settings(config, command)
+    with nullcontext() if device_gib is None else assuming("cuda"):
+        if config.model.config_path is None:
+            _check_models(config, command, "*.safetensors")
+    if all(Path(file).is_file() for files in _data(config, command) for file in files):
+        _check_data(config, command)
 
 
 def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool) -> None:
-    """Raise ConfigError or DataError if a run cannot start: its settings, its directory, a package or a file.
+    """Raise ConfigError or DataError if a run cannot start: its settings, its directory, a package, a file or code of
+    users.
 
     The run reads all of it again, and more of it.
     """
-    check_settings(config, command)
+    _check_settings(config, command)
     paths = RunPaths.of(config.run)
     with DirectoryLock(paths.root, command):
         pass
@@ -37,21 +51,45 @@ def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool)
     _require_room(config, paths.root)
     # A resumed run pins the commits of models that it began with.
     if not resumes:
-        with_models(config, _has_model, judges=False)
-    data = config.data if command == "train" else getattr(config, command.replace("-", "_"))
-    required = required_columns(config.data) if command == "train" else ()
-    for file in map(Path, (*train_files(data.train), *data.val)):
-        require_columns(file, columns_of(file, required), required, NAME_COLUMNS)
+        _check_models(config, command, "*")
+    _check_data(config, command)
     if command == "train":
-        from megarl.rewards.custom.load import look_for
-
         for function in config.rewards.custom.all_functions().values():
             look_for(Path(function.path), function.name)
+    rehearse(config)
+
+
+def _check_settings(config: Config, command: str) -> None:
+    """Check settings for a command; those of plugins, only after these have been tried in a process of their own."""
+    if not config.algo.plugins:
+        TRAINING_CHECKS[command](config)
+
+
+def _check_models(config: Config, command: str, files: str) -> None:
+    """Check the models of a run, of the policy's also weights and tokenizer if its directory has such files."""
+    with_models(config, _has_model, judges=False)
+    if any(Path(config.model.path).glob(files)):
+        # The training of a reward model checks it as one.
+        if command != "train-reward":
+            open_model(config, for_sft=command == "sft")
+        require_tokenizer(config.model.path, "model.path")
 
 
 def _has_model(name: str, key: str) -> str:
     read_model_spec(Path(local_model(name, key, weights=False)), key)
     return name
+
+
+def _data(config: Config, command: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the files of training and of validation."""
+    data = config.data if command == "train" else getattr(config, command.replace("-", "_"))
+    return train_files(data.train), data.val
+
+
+def _check_data(config: Config, command: str) -> None:
+    required = required_columns(config.data) if command == "train" else ()
+    for files in filter(None, _data(config, command)):
+        RowFiles(files, columns=required, required=required, remedy=NAME_COLUMNS, unread=())
 
 
 def _require_room(config: Config, root: Path) -> None:

@@ -22,7 +22,8 @@ from megarl.data.vocabulary import Vocabulary
 from megarl.environments import tools_of
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.source import SamplingPlan
-from megarl.train.inputs import check_role_models, open_model
+from megarl.train.inputs import check_role_models
+from megarl.train.models import open_model
 from megarl.train.passes import CountedObjective
 from megarl.types import (
     PAIRS,

@@ -25,13 +25,13 @@ from megarl.data.teacher_tokens import TeacherTokens
 from megarl.data.vocabulary import Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
-from megarl.parallel.backend import flex_obstacle, packs_attention
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
 from megarl.train.forward import HINT_QUANTITIES
 from megarl.train.hinted import HintWriter, open_hints
 from megarl.train.model_judge import ConversationEncoder
+from megarl.train.models import open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.train.rows import stated_difficulty
 from megarl.train.teachers import common_tokens, open_teachers
@@ -40,7 +40,7 @@ from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.adapter_files import read_adapters
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
-from megarl.weights.safetensors_map import check_tensors, model_files, read_specs
+from megarl.weights.safetensors_headers import check_tensors, model_files, read_header
 from megarl.weights.tables import OUTPUT_HEAD, VALUE_HEAD
 
 if TYPE_CHECKING:
@@ -103,28 +103,6 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
     )
 
 
-def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
-    """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
-    spec = read_model_spec(config.model.path)
-    check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
-    layers, cp, chosen = range(spec.dims.num_layers), config.actor.layout.cp, config.actor.prefix_attention
-    own = chosen == "flex" or any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers)
-    if config.run.batch_invariant and own:
-        raise ConfigError(
-            f"run.batch_invariant: got true, but with actor.layout.cp={cp} and actor.prefix_attention="
-            f"{chosen or 'null'} Transformer Engine does not compute this model's attention, and the results of "
-            "megarl's own depend on the rows beside; set it to false"
-        )
-    if chosen == "flex" and (obstacle := flex_obstacle(spec)) is not None:
-        raise ConfigError(
-            f"actor.prefix_attention: got flex for a model with {obstacle}; set actor.prefix_attention=null"
-        )
-    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors(), copies=spec.copies())
-    if config.actor.lora is not None and config.actor.lora.path is not None:
-        read_adapters(spec, config.actor.lora)
-    return spec
-
-
 def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "PreTrainedTokenizerBase") -> None:
     """Check the model of every role except the actor against its family, its layout and the tokenizer."""
     for role in roles:
@@ -173,7 +151,7 @@ def _require_rows(config: Config, tokenizer: "PreTrainedTokenizerBase", spec: Mo
 
 def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
     """Raise ConfigError for a frozen critic or reward model without a value head, which would be 0 in every run."""
-    if role.trainable or any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
+    if role.trainable or any(VALUE_HEAD in read_header(file) for file in model_files(spec.path)):
         return
     lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
     if role.role is Role.REWARD:

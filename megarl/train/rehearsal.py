@@ -120,7 +120,8 @@ def _passed(trial: Trial, *, afresh: bool) -> dict[str, Schemas]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl/rehearsed" / trial.key
     if not afresh and cache.is_file():
         noted = read_object(cache)
-        if all(Path(file).is_file() and _hash(Path(file)) == known for file, known in noted["files"].items()):
+        files = ((Path(file), known) for file, known in noted["files"].items())
+        if all(file.is_file() and sha256(file.read_bytes()).hexdigest() == known for file, known in files):
             return dict(noted["tools"])
     found = try_out(trial)
     if found.mistakes:
@@ -128,10 +129,6 @@ def _passed(trial: Trial, *, afresh: bool) -> dict[str, Schemas]:
     with dispensable("the note of a trial", OSError), replacing(cache) as file:
         file.write_text(json.dumps({"files": found.files, "tools": found.tools}), encoding="utf-8")
     return found.tools
-
-
-def _hash(file: Path) -> str:
-    return sha256(file.read_bytes()).hexdigest()
 
 
 def try_out(trial: Trial) -> Findings:

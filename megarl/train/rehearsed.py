@@ -80,12 +80,14 @@ def defined(function: object) -> str:
 
 def try_parts(trial: "Trial", teller: Teller) -> None:
     """Call the parts of algorithms that plugins register: those that the configuration chooses, or every one."""
+    with teller.trying("algo.plugins"):
+        use_plugins_of(trial.config)
+    if not (registered := registrations()):
+        return
     from megarl.algos.rehearsal import REHEARSALS, made_up, rehearse_part
     from megarl.config.load import with_overrides
 
-    with teller.trying("algo.plugins"):
-        use_plugins_of(trial.config)
-    for each in registrations():
+    for each in registered:
         chosen = [name for name in each.names if name in chosen_by(trial.config, each.registry.key)]
         if not chosen and not trial.every:
             continue
@@ -254,7 +256,8 @@ def main() -> None:
     # Modules are found as the command that asks finds them.
     paths, trial = pickle.load(sys.stdin.buffer)
     sys.path[:] = paths
-    import megarl.algos.rehearsal  # noqa: F401 - so that its import does not count
+    if trial.config.algo.plugins or trial.file:
+        import megarl.algos.rehearsal  # noqa: F401 - so that its import does not count
 
     # The output of users' code may be caught.
     errors = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")

@@ -7,38 +7,21 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object, reading
-from megarl.weights.families import MODEL_REMEDY, ModelSpec
+from megarl.weights.families import ModelSpec
+from megarl.weights.safetensors_headers import DTYPES, INDEX_NAME, SINGLE_NAME, TensorHeader, model_files, read_header
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 UNTRAINED_NAME = "model-untrained.safetensors"
 MAX_FILE_BYTES = 5 << 30
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of the name `float32`, `float16` or `bfloat16`."""
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,53 +36,26 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
-    """Return name → (shape and dtype, byte offset in the file) of a safetensors file's tensors, reading its header.
-
-    Raises ConfigError unless every tensor has a known dtype and its bytes lie within the file.
-    """
-    found = {}
-    with reading(path, "a safetensors file", remedy=MODEL_REMEDY, error=ConfigError), path.open("rb") as file:
-        prefix, size = file.read(8), path.stat().st_size
-        if len(prefix) < 8:
-            raise ValueError(f"{len(prefix)} bytes")
-        length = struct.unpack("<Q", prefix)[0]
-        if length > size:
-            raise ValueError(f"header of {length} bytes exceeds the file")
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
-                raise ConfigError(
-                    f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}; use "
-                    "weights that are not quantised"
-                )
-            first, last = (8 + length + offset for offset in entry["data_offsets"])
-            if last > size:
-                raise ConfigError(f"{path}: tensor {name} ends at byte {last} of {size}; {MODEL_REMEDY}")
-            spec = TensorSpec(shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]])
-            if first < 8 + length or last - first != spec.num_bytes:
-                has = f"{last - first} bytes, its shape {spec.num_bytes}"
-                raise ConfigError(f"{path}: tensor {name} has {has}; {MODEL_REMEDY}")
-            found[name] = spec, first
-    return found
+def spec_of(stored: TensorHeader) -> TensorSpec:
+    """Return the shape and dtype of a tensor in a file."""
+    return TensorSpec(shape=stored.shape, dtype=getattr(torch, stored.dtype))
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
     """Return name → shape and dtype of a safetensors file's tensors, reading only its header."""
-    return {name: spec for name, (spec, _) in locate_tensors(path).items()}
+    return {name: spec_of(stored) for name, stored in read_header(path).items()}
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
     """Return name → memory-mapped tensor of a safetensors file. If `writable`, writing to a tensor changes the file."""
-    located = locate_tensors(path)
+    stored = read_header(path)
     flat = torch.from_file(str(path), shared=writable, size=path.stat().st_size, dtype=torch.uint8)
     views = {}
-    for name, (spec, begin) in located.items():
-        raw = flat[begin : begin + spec.num_bytes]
+    for name, each in stored.items():
+        raw, dtype = flat[each.begin : each.end], getattr(torch, each.dtype)
         # Files of other writers may place data at unaligned offsets, of which torch can make no view: copy them.
-        raw = raw.clone() if begin % spec.dtype.itemsize and not writable else raw
-        views[name] = raw.view(spec.dtype).view(spec.shape)
+        raw = raw.clone() if each.begin % dtype.itemsize and not writable else raw
+        views[name] = raw.view(dtype).view(each.shape)
     return views
 
 
@@ -132,10 +88,7 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 def preallocate(file: Path, size: int) -> None:
-    """Create a file of `size` zero bytes and reserve its disk space: a map to a full disk would kill its writer.
-
-    Raises ConfigError if the disk is too full.
-    """
+    """Create a file of `size` bytes with its space, or raise ConfigError: maps to full disks kill their writers."""
     with file.open("wb") as stream:
         try:
             os.posix_fallocate(stream.fileno(), 0, max(1, size))
@@ -164,112 +117,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return specs
 
 
-def model_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a model directory. Raise ConfigError, naming the file, if one is missing."""
-    weight_map = read_weight_map(directory)
-    names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
-    if SINGLE_NAME not in names and os.path.lexists(directory / SINGLE_NAME):
-        raise ConfigError(
-            f"{directory}: has {SINGLE_NAME} beside the files of {INDEX_NAME}, and each program reads others; remove "
-            "the old ones"
-        )
-    files = [directory / name for name in names]
-    for file in files:
-        if not os.path.lexists(file):
-            raise ConfigError(f"model file {file} does not exist; expected {SINGLE_NAME} or the files of {INDEX_NAME}")
-    return files
-
-
-def read_weight_map(directory: Path) -> dict[str, str] | None:
-    """Return tensor → file from a model's index file, or None without one. Raise ConfigError if it is damaged."""
-    index = directory / INDEX_NAME
-    if not os.path.lexists(index):
-        return None
-    weight_map = read_object(index, remedy=MODEL_REMEDY, error=ConfigError).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConfigError(f"{index}: has no weight_map of tensors to files; {MODEL_REMEDY}")
-    return weight_map
-
-
-def check_tensors(
-    directory: Path,
-    expected: Mapping[str, Sequence[int]],
-    *,
-    ignored: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    copies: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raise ConfigError, naming some differences, unless a checkpoint has tensors of the expected names and shapes.
-
-    ignored: tensors that may be present, with any shape (see `not_expected`). optional: expected tensors that may be
-    missing. copies: see `require_equal_copies`.
-    """
-    found = require_equal_copies(directory, copies)
-    missing = sorted(expected.keys() - found.keys() - set(optional))
-    unknown = not_expected(found, expected, ignored)
-    if missing or unknown:
-        raise ConfigError(
-            f"{directory}: tensors do not match the family table: missing {missing[:3]} ({len(missing)}), "
-            f"unknown {unknown[:3]} ({len(unknown)}); use an unmodified checkpoint of this architecture"
-        )
-    require_floats(directory, {name: found[name] for name in expected if name in found})
-    for name, shape in expected.items():
-        if name in found and found[name].shape != tuple(shape):
-            raise ConfigError(f"{directory}: {name} has shape {found[name].shape}, config.json implies {tuple(shape)}")
-
-
-def require_equal_copies(directory: Path, copies: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """Return the shapes and dtypes of a model's tensors. Raise ConfigError if two of one name differ, or a copy from
-    the tensor that it copies, since each program would read another one.
-
-    copies: the names of tensors that embeddings tie to others, with the names of these.
-    """
-    files, homes, found = model_files(directory), dict[str, Path](), dict[str, TensorSpec]()
-    for file in files:
-        for name, spec in read_specs(file).items():
-            if name in homes and not same_bytes(map_tensors(homes[name])[name], map_tensors(file)[name]):
-                named = (read_weight_map(directory) or {}).get(name)
-                raise ConfigError(
-                    f"{directory}: tensor {name} is in {homes[name].name} and in {file.name}, and they differ; "
-                    + (
-                        f"{INDEX_NAME} names {named}, but programs read others: remove it from the other file"
-                        if named
-                        else MODEL_REMEDY
-                    )
-                )
-            homes[name], found[name] = file, spec
-    for name, source in copies.items():
-        both = [map_tensors(homes[each])[each] for each in (name, source) if each in homes]
-        if len(both) > 1 and not same_bytes(*both):
-            raise ConfigError(
-                f"{directory}: config.json says that {name} is {source} (tie_word_embeddings), but the files have one "
-                f"that differs, which some programs would use; if the model was trained with it, set "
-                f"tie_word_embeddings to false in config.json, else remove the tensor"
-            )
-    return found
-
-
-def require_floats(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Raise ConfigError if weights are stored as integers: those stand for others, by scales that nothing reads."""
-    if packed := [name for name, spec in specs.items() if not spec.dtype.is_floating_point]:
-        kind = str(specs[packed[0]].dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"{directory}: {packed[0]} is stored as {kind} ({len(packed)} such tensors), as in quantised models, but "
-            "config.json names no quantization_config; use the model's weights in bfloat16"
-        )
-
-
 def same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same type, shape and bytes."""
     alike = tensor.dtype == other.dtype and tensor.shape == other.shape
     return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
-
-
-def not_expected(found: Iterable[str], expected: Iterable[str], ignored: Sequence[str]) -> list[str]:
-    """Return the names found that are neither expected nor ignored; what ends in a dot in `ignored` is a prefix."""
-    prefixes = tuple(name for name in ignored if name.endswith("."))
-    rest = set(found).difference(expected, ignored)
-    return sorted(name for name in rest if not name.startswith(prefixes))
 
 
 def untrained_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
@@ -321,7 +172,7 @@ def weight_specs(
     """
     wide = spec.float32_tensors()
     return {
-        name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
+        name: TensorSpec(shape=shape, dtype=getattr(torch, "float32" if name in wide else dtype))
         for name, shape in spec.expected_tensors(scalar_head=scalar_head, by_expert=by_expert).items()
     }
 

@@ -25,8 +25,8 @@ import torch
 from megarl.convert.verify import verify
 from megarl.record.text_table import align
 from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_headers import INDEX_NAME
 from megarl.weights.safetensors_map import (
-    INDEX_NAME,
     TensorSpec,
     create_file,
     map_tensors,

@@ -153,7 +153,7 @@ def measure_all(out: Path, num_steps: int) -> tuple[dict[str, list[Sharing]], En
     """Return the steps of real engines by routing, the cost of their steps, and how many samples differed."""
     model = out / "model"
     make_tiny_model(model, TinyModelConfig(max_positions=2 * MIX.most), seed=0)
-    router, num_different = Unknowing(config_of(model, "by_load", num_engines=2)), 0
+    router, num_different = Unknowing(config_of(model, "by_load", num_engines=2).rollout.engine), 0
     found: dict[str, list[Sharing]] = {name: [] for name in ROUTINGS}
     with Cluster(config_of(model, "by_load", num_engines=2), with_trainer=False) as cluster:
         # The first step is slower than others.
@@ -176,7 +176,7 @@ def simulate(num_engines: int, mix: Mix, cost: EngineStepCost, num_steps: int) -
     found = {}
     for name in ROUTINGS:
         engines = SimulatedEngines(
-            router_of(config_of(Path(), name, num_engines=num_engines)),
+            router_of(config_of(Path(), name, num_engines=num_engines).rollout, deterministic=False),
             num_engines=num_engines,
             num_slots=NUM_SLOTS,
             cost=cost,

@@ -15,7 +15,8 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.engine import ConvertSettings
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import INDEX_NAME, create_model_files, weight_specs
+from megarl.weights.safetensors_headers import INDEX_NAME
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.convert_ranks import RoundTrip, through_the_trainer
 from tests.helpers.family_parity import assert_rows, dense_logits, make_rows, split_rows
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model

@@ -1,6 +1,7 @@
 """Mistakes are told in one line with the remedy, before anything is started: exit code 2."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -67,14 +68,18 @@ def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def error_of(model: Path, sums: TaskFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def settings(model: Path, sums: TaskFiles, tmp_path: Path) -> list[str]:
+    data = [f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", f"sft.train=[{sums.sft}]"]
+    return [f"run.dir={tmp_path}/runs", "run.name=run", f"model.path={model}", *data]
+
+
+@pytest.fixture
+def error_of(settings: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command whose other settings are right; the one line that it prints."""
 
     def run(*overrides: str, command: str = "train", file: Path | None = None) -> str:
-        data = [f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", f"sft.train=[{sums.sft}]"]
-        settings = [f"run.dir={tmp_path}/runs", "run.name=run", f"model.path={model}", *data, *overrides]
         with pytest.raises(SystemExit) as exit_info:
-            main([command, str(file or (TRAIN_FILE if command == "train" else SFT_FILE)), *settings])
+            main([command, str(file or (TRAIN_FILE if command == "train" else SFT_FILE)), *settings, *overrides])
         output = capsys.readouterr()
         assert exit_info.value.code == 2
         # A slow machine's command says every few seconds what it is doing.
@@ -324,12 +329,26 @@ FIRST_MISTAKES = (
     ("rewards.custom.path=named.py", "named.py: has no function 'reward_func', only mine; set its name"),
     ("trainer=null", "trainer: got null, expected a mapping; give its settings, or leave it out"),
     ("use.algo=grop", "use.algo: no file grop.yaml in .*; did you mean 'grpo'"),
+    (
+        "rewards.custom.path=needs.py",
+        "needs.py:1: ModuleNotFoundError: No module named 'nosuchpackage'; install nosuch",
+    ),
+    ("data.train=[empty.jsonl]", "the data set is empty .empty.jsonl.; expected at least one row"),
+    ("data.val=[empty.jsonl]", "the data set is empty .empty.jsonl.; expected at least one row"),
+    ("actor.layout={tp: 3}", "actor.layout.tp: got 3, which does not divide the model's num_attention_heads=4"),
+    ("model.path=short", "short/.*.safetensors: tensor .* ends at byte .* of .*; copy the model again"),
+    ("model.path=silent", "model.path: silent has no tokenizer_config.json; expected a model directory"),
     ("trainer.total_steps=-1", "trainer.total_steps: got -1, expected >= 0"),
 )
 
 
 @pytest.fixture
-def mistaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mistaken(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("short", "silent"):
+        shutil.copytree(model, tmp_path / name)
+    (tmp_path / "silent/tokenizer_config.json").unlink()
+    weights = min((tmp_path / "short").glob("*.safetensors"))
+    os.truncate(weights, weights.stat().st_size - 1)
     for name, text in {
         "adapters/adapter_config.json": "{}",
         "m.txt": "",
@@ -338,21 +357,55 @@ def mistaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "t.jsonl": '{"question": "1+1="}',
         "broken.py": "def reward_func()\n    return 1",
         "named.py": "raise SystemExit\ndef mine(): ...",
+        "needs.py": "import nosuchpackage\ndef reward_func(queries, prompts, labels): return [1.0]",
+        "empty.jsonl": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "wandb", None)
     return tmp_path
 
 
-@pytest.mark.parametrize(("override", "said"), FIRST_MISTAKES)
-def test_mistakes_that_need_no_model_are_told_before_libraries_load(
-    override: str, said: str, error_of: Callable[..., str], mistaken: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each with what was found and what to do; nothing of a user's file has run."""
-    monkeypatch.setitem(sys.modules, "megarl.run.start", None)
-    assert re.search(said.replace("{here}", str(mistaken)), error_of(override))
+# Runs commands one after another; fails if one does not end by itself, or has imported what takes seconds.
+TELL = """
+import json, sys
+from megarl.cli import main
+sys.modules["wandb"] = None
+for command in json.load(sys.stdin):
+    try:
+        main(command)
+    except SystemExit as end:
+        slow = {"torch", "transformers", "ray", "vllm", "megatron", "sympy"}
+        print("exit", end.code, sorted(sys.modules.keys() & slow))
+        print(file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
+def test_mistakes_are_told_before_libraries_load(dry: bool, settings: list[str], mistaken: Path) -> None:
+    """Each with what was found and what to do. Plans need neither a directory nor packages nor functions of users."""
+    mistakes = [
+        (override, said)
+        for override, said in FIRST_MISTAKES
+        if not (
+            dry and override.startswith(("logging.", "run.", "rewards.", "data.train=[modle", "data.train=[openai"))
+        )
+    ]
+    commands = [
+        ["train", str(TRAIN_FILE), *settings, override, *(["--dry-run"] if dry else [])] for override, _ in mistakes
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", TELL],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    ends = [line for line in done.stdout.splitlines() if not line.startswith("… ")]
+    assert ends == ["exit 2 []"] * len(commands), done.stderr
+    for (override, said), told in zip(mistakes, done.stderr.split("\n\n"), strict=False):
+        assert re.search(said.replace("{here}", str(mistaken)), told), f"{override}: {told}"
 
 
 def test_a_disk_without_room_for_the_model(error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,11 @@ from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
 from megarl.train.export import exported
-from megarl.train.inputs import open_model
+from megarl.train.models import open_model
 from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.hub import local_model
 from megarl.weights.peft_files import read_peft
-from megarl.weights.safetensors_map import model_files, read_specs
+from megarl.weights.safetensors_headers import model_files, read_header
 from megarl.weights.tables import VALUE_HEAD
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def _engine_model_rows(config: Config) -> int:
     hf_config = read_hf_config(path)
     check_model(config, hf_config)
     for file in model_files(path):
-        read_specs(file)
+        read_header(file)
     # Models that also see images have the language model's sizes in a section.
     found = hf_config.get("vocab_size") or hf_config.get("text_config", {}).get("vocab_size")
     return int(found or sys.maxsize)

@@ -40,7 +40,8 @@ def test_a_sample_that_waits_for_a_place_moves_to_an_idle_engine() -> None:
     """With a place each, engines take 4 + 5 steps of 1 s beside 1 + 1. By load, 5 begin after 1 + 1 instead."""
     cost = EngineStepCost(base_s=1.0, sequence_s=0.0, prompt_token_s=0.0)
     config = routing.config_of(Path(), "by_load", num_engines=2)
-    by_load = router_of(with_overrides(config, ["rollout.engine.max_num_seqs=1"]))
+    rollout = with_overrides(config, ["rollout.engine.max_num_seqs=1"]).rollout
+    by_load = router_of(rollout, deterministic=False)
     for router, step_s in ((InTurns(), 9.0), (by_load, 7.0)):
         engines = SimulatedEngines(router, num_engines=2, num_slots=1, cost=cost, delay_s=0.0)
         found = engines.run(MIX, 0)

@@ -199,7 +199,7 @@ def config_of(
 
 def test_by_load_counts_requests_that_are_under_way_between_engines() -> None:
     """Engine 0 has four requests, of which two are about to go to engine 1, which thus is not idle any more."""
-    router = ByLoad(config_of())
+    router = ByLoad(config_of().rollout.engine)
     router.sent(0, {key: request(key) for key in range(4)})
     router.heard(0, EngineLoad(kv_tokens=0, written=dict.fromkeys(range(4), 0), cost=None))
     assert router.moves([0, 1]) == [RequestMove(source=0, target=1, keys=(3, 2))]
@@ -227,7 +227,8 @@ def test_by_load_counts_requests_that_are_under_way_between_engines() -> None:
     ],
 )
 def test_bits_that_must_not_depend_on_time_are_dealt_in_turns(changes: dict[str, Any], router: type[Any]) -> None:
-    assert type(router_of(config_of(**changes))) is router
+    config = config_of(**changes)
+    assert type(router_of(config.rollout, deterministic=config.run.deterministic)) is router
 
 
 @pytest.mark.parametrize(

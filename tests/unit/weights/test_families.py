@@ -19,7 +19,7 @@ from megarl.weights.attention import read_local_layers
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
 from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
-from megarl.weights.safetensors_map import check_tensors, not_expected
+from megarl.weights.safetensors_headers import check_tensors, not_expected
 from megarl.weights.tables import FAMILIES, Family, register_family
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"

@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import ConfigError
+from megarl.weights.safetensors_headers import check_tensors, model_files
 from megarl.weights.safetensors_map import (
     TensorSpec,
-    check_tensors,
     create_file,
     create_model_files,
     map_model,
     map_tensors,
-    model_files,
     plan_files,
     read_specs,
     write_tensors,

@@ -32,7 +32,8 @@ from megarl.rewards.custom.load import load_function
 from megarl.rollout.replay import read_record
 from megarl.weights.dist_index import read_index
 from megarl.weights.families import read_hf_config
-from megarl.weights.safetensors_map import model_files, read_specs
+from megarl.weights.safetensors_headers import model_files
+from megarl.weights.safetensors_map import read_specs
 from megarl_lab.recipes.public_files import write_distinct
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 

@@ -1,0 +1,32 @@
+"""Check the policy's model against the configuration, without torch: first checks come before libraries load."""
+
+from megarl.config.check_model import check_model
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.parallel.backend import flex_obstacle, packs_attention
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_headers import check_tensors
+
+
+def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
+    """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
+    spec = read_model_spec(config.model.path)
+    check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
+    layers, cp, chosen = range(spec.dims.num_layers), config.actor.layout.cp, config.actor.prefix_attention
+    own = chosen == "flex" or any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers)
+    if config.run.batch_invariant and own:
+        raise ConfigError(
+            f"run.batch_invariant: got true, but with actor.layout.cp={cp} and actor.prefix_attention="
+            f"{chosen or 'null'} Transformer Engine does not compute this model's attention, and the results of "
+            "megarl's own depend on the rows beside; set it to false"
+        )
+    if chosen == "flex" and (obstacle := flex_obstacle(spec)) is not None:
+        raise ConfigError(
+            f"actor.prefix_attention: got flex for a model with {obstacle}; set actor.prefix_attention=null"
+        )
+    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors(), copies=spec.copies())
+    if config.actor.lora is not None and config.actor.lora.path is not None:
+        from megarl.weights.adapter_files import read_adapters
+
+        read_adapters(spec, config.actor.lora)
+    return spec
