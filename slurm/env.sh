@@ -27,8 +27,10 @@ export PYTHONUNBUFFERED=1
 # --- Name lookup: torch's stores look up the hosts of all ranks at once; a lost DNS answer costs 5 s by default.
 export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:3}"
 
-# --- NCCL: the network interface over which ranks find each other; ^ means all but these.
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,virbr0}"
+# --- NCCL: the network interface over which ranks of several nodes find each other; ^ means all but these.
+if [[ "${SLURM_JOB_NUM_NODES:-1}${SLURM_HET_SIZE:-}" != 1 ]]; then
+    export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,virbr0}"
+fi
 # If nodes also have other InfiniBand devices, name those to use, as in: export NCCL_IB_HCA=mlx5
 # A collective that cannot go on ends its process instead of waiting for ever; megarl then says who is missing.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"

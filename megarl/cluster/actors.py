@@ -18,7 +18,7 @@ from megarl.cluster.row_shards import RowShard
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.host.device.platform import platform
 from megarl.host.sharing import adopt_umask
-from megarl.host.stage import process_files
+from megarl.host.stage import process_files, read_foreign
 from megarl.host.streams import print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.parallel.worker import RankWorker
@@ -66,6 +66,10 @@ class RunActor:
     def lost_workers(self) -> list[int]:
         """Return the indices of this actor's worker processes that have died. An answer shows that the actor lives."""
         return []
+
+    def read_foreign(self) -> dict[str, int]:
+        """Return how many connections each kind of listener of the run on this host has closed that were not its."""
+        return read_foreign()
 
     def close(self) -> None:
         """End what this actor has started."""

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, cast
@@ -18,7 +19,7 @@ from megarl.cluster.episodes import EnvironmentWorkers
 from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.placement import PlacementPlan, ProcessSlot, plan_placement, with_judge_servers
 from megarl.cluster.prelude import Prelude
-from megarl.cluster.processes import locate, wait_all
+from megarl.cluster.processes import living_results, locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.reservation import Reservation
@@ -34,6 +35,7 @@ from megarl.host.device.platform import platform
 from megarl.host.ray_environment import keep_worker_logs
 from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
+from megarl.record.recorder import resident_memory
 from megarl.rollout.routing import router_of
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.transport.casts import sent_specs
@@ -239,6 +241,22 @@ class Cluster:
             timeout_s=self._config.rollout.timeout_s,
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Measure the memory of the run's processes on this host, and count what listeners on all hosts have closed."""
+        environments = self.engines.environment_workers
+        others = () if environments is None else environments.processes
+        each_host = {p.location.files: p for p in (*others, *reversed(self._processes()))}
+        asked = living_results(
+            [process.ask(RunActor.read_foreign) for process in each_host.values()],
+            timeout_s=self._config.rollout.timeout_s,
+            doing="counting foreign connections",
+        )
+        closed = sum((Counter(found) for found in loop.wait(asked)), Counter[str]())
+        return resident_memory(self.pids) | {f"foreign_connections/{name}": float(n) for name, n in closed.items()}
+
+    def _processes(self) -> list[Process[RunActor]]:
+        return [*self.workers.processes, *self.engines.processes, *itertools.chain(*self._judge_servers.values())]
+
     def __enter__(self) -> Self:
         return self
 
@@ -258,9 +276,7 @@ class Cluster:
                 loop.abandon()
                 if ray.is_initialized():
                     if not failed:
-                        judges = itertools.chain(*self._judge_servers.values())
-                        processes = (*self.workers.processes, *self.engines.processes, *judges)
-                        ends = [p.ask(RunActor.close) for p in processes]
+                        ends = [p.ask(RunActor.close) for p in self._processes()]
                         with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
                             results(ends, timeout_s=CLOSE_TIMEOUT_S)
                     elif self._log_dir is not None:

@@ -21,7 +21,10 @@ class RequireKey:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] in ("http", "websocket") and not hmac.compare_digest(given, self._expected):
-            await JSONResponse({"error": "the run's key is missing"}, status_code=401)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        if scope["type"] in ("http", "websocket"):
+            if not hmac.compare_digest(given, self._expected):
+                await JSONResponse({"error": "the run's key is missing"}, status_code=401)(scope, receive, send)
+                return
+            # As `http_server.trust` does.
+            scope["state"]["connection"].trust()
+        await self._app(scope, receive, send)

@@ -17,8 +17,7 @@ from megarl.errors import WorkerError
 from megarl.host.child_environment import SAFE_PATH, child_environment, python_module
 from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
-from megarl.host.listeners import LOOPBACK
-from megarl.host.ports import hold_port
+from megarl.host.listeners import LOOPBACK, hold_port
 from megarl.host.streams import print_lines
 
 _POLL_S = 0.5
@@ -130,6 +129,9 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
         "port": port,
         "tensor-parallel-size": cfg.tp,
         "worker-extension-cls": "megarl.rollout.judge_process.JudgeWorker",
+        # A line for each request would let strangers fill the disk.
+        "uvicorn-log-level": "error",
+        "disable-uvicorn-access-log": True,
         **_DEFAULTS[platform().name],
         **cfg.args,
     }

@@ -17,14 +17,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megarl.environments.chat import Chat, RequestError
-from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, descriptor_limit, trust
-from megarl.host.listeners import LOOPBACK
-from megarl.host.ports import hold_port
+from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, trust
+from megarl.host.listeners import LOOPBACK, hold_port
 
 # A conversation of some millions of tokens.
 MAX_REQUEST_BYTES = 64 << 20
-# All agents of a batch may connect at the same time.
-MAX_STRANGERS = 4096
 # An agent may take long between two requests, and a connection that is closed meanwhile would cost it the second one.
 KEEP_ALIVE_S = 24 * 3600
 
@@ -38,8 +35,8 @@ class ChatServer(BoundedServer):
         route = Route("/s/{key}/v1/chat/completions", self._complete, methods=["POST"])
         super().__init__(
             Starlette(routes=[route]),
-            max_strangers=min(MAX_STRANGERS, descriptor_limit() // 2),
-            keep_alive_s=KEEP_ALIVE_S,
+            "agents_endpoint",
+            timeout_keep_alive=KEEP_ALIVE_S,
             # Else uvicorn would change the logging of the whole process.
             log_config=None,
         )

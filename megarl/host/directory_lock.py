@@ -37,7 +37,7 @@ CONFIRM_S = 10.0
 LOOK_S = 0.5
 _MAX_TRIES = 100
 _DIGITS = 6
-# The errors of a storage for a file that another process has removed; NFS may know it by its old handle only.
+# What a storage answers for a file that another process has removed; NFS may know it by its old handle only.
 _GONE = (errno.ENOENT, errno.ESTALE)
 # Errors of a rename by which it says that another process was faster.
 _TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE)
@@ -180,7 +180,7 @@ class DirectoryLock:
     def __enter__(self) -> Self:
         try:
             self._made = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
-            if not any(self._claim_after(self._find_left()) for _ in range(_MAX_TRIES)):
+            if not any(self._claim_after(self.require_free()) for _ in range(_MAX_TRIES)):
                 why = "nobody owns it, and yet no claim can be made there; remove it"
                 if not self.directory.is_dir():
                     why = "no directory can be made there; choose another one (run.dir)"
@@ -204,10 +204,6 @@ class DirectoryLock:
                 # Only one that is empty can be removed.
                 with contextlib.suppress(OSError):
                     path.rmdir()
-
-    def require_free(self) -> None:
-        """Raise ConfigError if a process owns the directory that lives."""
-        self._find_left()
 
     def is_owned(self) -> bool:
         """Give a sign of life, and return whether this process still owns the directory."""
@@ -238,11 +234,8 @@ class DirectoryLock:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
-    def _find_left(self) -> Claim | None:
-        """Return the claim that a process has left which died; None if there is none.
-
-        Raises ConfigError if a process owns the directory that lives.
-        """
+    def require_free(self) -> Claim | None:
+        """Raise ConfigError if a process owns the directory that lives; return the claim, if any, of one that died."""
         while claims := read_claims(self._place):
             claim = claims[-1]
             alive = None if claim.owner is None else claim.owner.is_alive(seen_by=self._me)

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from megarl.host.clock import awake_s
-from megarl.host.streams import print_lines
+from megarl.host.stage import note_foreign
 
 # Time for a request's head, for its body, and between the requests of a client that has shown no key.
 HEAD_S, BODY_S = 10.0, 60.0
@@ -27,6 +27,8 @@ HEAD_S, BODY_S = 10.0, 60.0
 HEAD_BYTES, MAX_HEADERS = 16 << 10, 100
 # An unfinished body lies in memory up to this size, then on disk, and all of them together up to the second one.
 MEMORY_BYTES, DISK_BYTES = 16 << 10, 1 << 30
+# All agents of a batch may connect at the same time.
+MAX_STRANGERS = 4096
 
 
 class RequestRefusedError(Exception):
@@ -43,46 +45,53 @@ def descriptor_limit() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-class BoundedServer(uvicorn.Server):
-    """A uvicorn server that no client can fill or block.
+def bound(server: uvicorn.Server, listener: str, *, max_strangers: int = MAX_STRANGERS) -> uvicorn.Server:
+    """Let no client fill or block a server that has not started yet, and return it.
 
-    A connection is a stranger's until `trust` is called for one of its requests, and while it waits for its client. At
-    most `max_strangers` of those are open: for one more, the oldest is closed. Connections that were trusted, or wait
-    for an answer, stay.
+    A connection is a stranger's until `trust` is called for one of its requests, and while it waits for its client. Of
+    those there are at most `max_strangers`; for one more, the oldest is closed. Connections that were trusted, or wait
+    for an answer, stay. listener: its name where strangers are counted.
     """
+    if not server.config.loaded:
+        server.config.load()
+    server.config.http_protocol_class, server.config.ws_protocol_class = _Connection, None
+    # So many are accepted in one turn of the loop, before any gives way.
+    server.config.backlog = min(server.config.backlog, descriptor_limit() // 4)
+    shared = server.server_state = _Connections(max_strangers)
+    num_told = 0
 
-    def __init__(self, app: Starlette, *, max_strangers: int, keep_alive_s: int, **settings: Any) -> None:
-        """keep_alive_s: how long a trusted connection may be idle. settings: further ones of uvicorn."""
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=_Connection,
-                ws="none",
-                lifespan="off",
-                # A line for each malformed request would let clients fill the log.
-                log_level="error",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=keep_alive_s,
-                callback_notify=self._close_overdue,
-                timeout_notify=1,
-                **settings,
-            )
-        )
-        self._shared = self.server_state = _Connections(max_strangers)
-        self._num_told = 0
-
-    async def _close_overdue(self) -> None:
+    async def close_overdue() -> None:
+        nonlocal num_told
         now = awake_s()
-        for connection in list(self.server_state.connections):
+        for connection in list(server.server_state.connections):
             assert isinstance(connection, _Connection), "the server was configured so"
             if connection.deadline < now:
                 connection.give_up()
         # A line for each would let clients fill the log.
-        if (count := self._shared.num_foreign) > 2 * self._num_told:
-            self._num_told = count
-            print_lines(f"closed {count} connections of clients that showed no key")
+        if (count := shared.num_foreign) > 2 * num_told:
+            note_foreign(listener, count - num_told)
+            num_told = count
+
+    server.config.callback_notify, server.config.timeout_notify = close_overdue, 1
+    return server
+
+
+class BoundedServer(uvicorn.Server):
+    """A uvicorn server with the bounds of `bound`; settings: further ones of uvicorn."""
+
+    def __init__(self, app: Starlette, listener: str, *, max_strangers: int = MAX_STRANGERS, **settings: Any) -> None:
+        # A line for each malformed request would let clients fill the log.
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            **settings,
+        )
+        super().__init__(config)
+        bound(self, listener, max_strangers=max_strangers)
 
 
 def trust(request: Request) -> None:
@@ -142,7 +151,7 @@ class JsonReader:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"{name} is no number of JSON")
 
 
 class _Connections(ServerState):
@@ -152,8 +161,7 @@ class _Connections(ServerState):
         super().__init__()
         self.max_strangers, self.max_connections = max_strangers, descriptor_limit() // 2
         self.strangers: dict[_Connection, None] = {}
-        # Those that have ended and were never trusted.
-        self.num_foreign = 0
+        self.num_foreign = 0  # They have ended, and were never trusted.
 
 
 class _Connection(HttpToolsProtocol):
@@ -175,9 +183,7 @@ class _Connection(HttpToolsProtocol):
     def give_up(self) -> None:
         """Close the connection; tell a client whose request is late."""
         if self._is_reading and not self.transport.is_closing():
-            self._refuse(
-                f"The request did not arrive within {HEAD_S:.0f} s for its head and {BODY_S:.0f} s for its body."
-            )
+            self._refuse(f"It did not arrive within {HEAD_S:.0f} s for its head and {BODY_S:.0f} s for its body.")
         else:
             self.transport.abort()
 

@@ -1,7 +1,8 @@
-"""List the sockets on which processes accept connections."""
+"""List the sockets on which processes accept connections, and hold a port for one of them."""
 
 import contextlib
 import ipaddress
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Listener:
 def listeners(pids: Iterable[int]) -> list[Listener]:
     """Find the listening sockets of processes, in the order of the processes; those that have ended have none.
 
-    A process without a name of its own, such as `python`, goes by the first argument that is not an option.
+    A process without a name of its own, such as `python`, goes by the first argument that is no option.
     """
     found = []
     for pid in pids:
@@ -41,3 +42,15 @@ def listeners(pids: Iterable[int]) -> list[Listener]:
                 if each.status == psutil.CONN_LISTEN
             ]
     return found
+
+
+def hold_port(address: str) -> socket.socket:
+    """Return a socket that holds a free port for this user while any process has it open; it accepts no connections.
+
+    Only this user's sockets that share ports (SO_REUSEPORT) can listen there. Else another user's program could do so
+    before the server does or once it has died, answer, and get what the server is sent: keys, and what policies write.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((address, 0))
+    return held

@@ -7,7 +7,6 @@ the ranks go on waiting for each other.
 
 import contextlib
 import hmac
-import logging
 import os
 import secrets
 import selectors
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from megarl.errors import WorkerError
 from megarl.host.clock import MOST_S, awake_s
 from megarl.host.listeners import LOOPBACK
+from megarl.host.stage import note_foreign
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -28,8 +28,6 @@ _RANK_BYTES, _NONCE_BYTES, _PROOF_BYTES = 4, 16, 32
 _HELLO_BYTES = _RANK_BYTES + _NONCE_BYTES + _PROOF_BYTES
 # How many connections may wait to be proven; beyond it, those that have waited longest are turned away.
 _MOST_WAITING = 256
-
-log = logging.getLogger(__name__)
 
 
 def fresh_secret() -> dict[str, str]:
@@ -100,7 +98,7 @@ class _Door:
 
     def __init__(self, stack: contextlib.ExitStack, rank: int, size: int) -> None:
         self._rank, self._size, self._num_strangers = rank, size, 0
-        # The bytes so far of callers that have not proven anything yet.
+        # What callers have sent that have not proven anything yet.
         self._hellos = dict[socket.socket, bytes]()
         self._peers = dict[int, socket.socket]()
         if (address := os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK)) == LOOPBACK:
@@ -135,7 +133,7 @@ class _Door:
         for caller in list(self._hellos):
             self._turn_away(caller)
         if self._num_strangers:
-            log.warning("rank %d closed %d connections that did not come from its run", self._rank, self._num_strangers)
+            note_foreign("gloo", self._num_strangers)
         return self._peers
 
     def _hear(self, caller: socket.socket) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megarl.host.streams import print_lines
 from megarl.host.temp_dir import PREFIX, is_private
 from megarl.host.unicode import visible
 
@@ -38,6 +39,20 @@ def tell_stage(text: str) -> None:
     with contextlib.suppress(OSError):
         file = _stage_file()
         file.write_text(text, encoding="utf-8", errors="replace") if text else file.unlink()
+
+
+def note_foreign(listener: str, number: int) -> None:
+    """Print how many connections a listener has closed whose clients showed no key; a run also counts them."""
+    print_lines(f"{listener}: closed {number} connections of clients that showed no key")
+    if is_private(directory := process_files()):
+        with contextlib.suppress(OSError), (directory / f"{listener}.foreign").open("a", encoding="ascii") as file:
+            file.write(f"{number}\n")
+
+
+def read_foreign() -> dict[str, int]:
+    """Return how many connections the run's listeners on this host have closed, by the names of the listeners."""
+    files = process_files().glob("*.foreign")
+    return {file.stem: sum(map(int, file.read_text(encoding="ascii").split())) for file in files}
 
 
 def _stage_file() -> Path:

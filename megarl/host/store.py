@@ -31,13 +31,6 @@ def open_store(address: str) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def create_store_file() -> str:
-    """Create an empty file for a store, and return its address (`file://PATH`); who leaves last removes it."""
-    descriptor, path = tempfile.mkstemp(prefix="megarl-store-")
-    os.close(descriptor)
-    return f"file://{path}"
-
-
 def offer_store(host: str) -> tuple[dist.TCPStore | None, str]:
     """Open a store for processes that reach this one at an address of this host: a file if that is the loopback.
 
@@ -45,7 +38,9 @@ def offer_store(host: str) -> tuple[dist.TCPStore | None, str]:
         The server, which must be kept, if there is one, and the store's address for `connect_store`.
     """
     if host == LOOPBACK:
-        return None, create_store_file()
+        descriptor, path = tempfile.mkstemp(prefix="megarl-store-")
+        os.close(descriptor)
+        return None, f"file://{path}"
     server = open_store(host)
     return server, f"tcp://{host}:{server.port}"
 

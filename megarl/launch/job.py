@@ -20,6 +20,7 @@ from megarl.host.clock import awake_s
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
+from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import fresh_token
 from megarl.host.sharing import VARIABLE, shared_with, umask_variable
 from megarl.host.signals import keep_handlers
@@ -113,10 +114,13 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     if driver.signals:
         return EXIT_STOPPED
     run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
-    head, (port,) = own_address(allocation.hosts[0]), free_ports(1)
+    # Where one host is enough, Ray would replace the loopback address by the one at which others reach it.
+    (port,), head, one_host = free_ports(1), LOOPBACK, {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    if len(allocation.hosts) > 1:
+        head, one_host = own_address(allocation.hosts[0]), {}
     address = f"{head}:{port}"
     # In the environment, which srun hands on, no other user sees it.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_STEPS)} | fresh_token()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_STEPS)} | fresh_token() | one_host
     # Slurm gives tasks, and the files of their output, the umask with which the job was submitted.
     umask = umask_variable(command.share)
     environment |= umask | {"SLURM_UMASK": umask[VARIABLE]}

@@ -117,7 +117,7 @@ def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """
     rewards = [verdict.reward for verdict in verdicts]
     judged = [reward for reward in rewards if reward is not None]
-    # Details that some judged rows lack cannot be sent: null is not an opinion.
+    # Details that some judged rows lack cannot be sent: null is no opinion.
     known = [{*reward.details, *reward.no_opinion} for reward in judged]
     shared = set.intersection(*known) if known else set()
     logged = shared & {name for reward in judged for name in reward.details}
@@ -204,8 +204,9 @@ def serve_rewards(rewards: RewardsConfig, options: ServeOptions) -> None:
     with _listen(options) as listener, contextlib.closing(RuleJudge(rewards)) as judge:
         server = _Server(
             RewardService(judge, options, key=key).app(),
+            "reward_service",
             max_strangers=min(MAX_STRANGERS, descriptor_limit() // 4),
-            keep_alive_s=KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_S,
         )
         asyncio.run(server.serve(sockets=[listener]))

@@ -4,20 +4,13 @@ A `JudgeServerActor` holds the server's port for this user. Linux lets the serve
 which vLLM asks for only where it starts several servers. vLLM's workers import this module too.
 """
 
-import socket
-
 from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import entry
 
 from megarl.host.device.gloo import close_gloo
+from megarl.host.http_server import bound
 
 close_gloo()
-_create = launcher.create_server_socket
-
-
-def _create_shared(address: tuple[str, int], *, reuse_port: bool) -> socket.socket:
-    shared: socket.socket = _create(address, reuse_port=True)
-    return shared
 
 
 class JudgeWorker:
@@ -25,5 +18,7 @@ class JudgeWorker:
 
 
 if __name__ == "__main__":
-    launcher.create_server_socket = _create_shared
+    create, serve = launcher.create_server_socket, launcher.NoSignalServer
+    launcher.create_server_socket = lambda address, *, reuse_port: create(address, reuse_port=True)
+    launcher.NoSignalServer = lambda *given, **options: bound(serve(*given, **options), "judge_server")
     entry.main()

@@ -22,7 +22,7 @@ from megarl.record.checkpoints import Checkpoint, CheckpointManager, RunState
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
-from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics, resident_memory
+from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics
 from megarl.rollout.source import SamplingStopped
 from megarl.seeds import batch_seed
 from megarl.train.collect import Collected, Rollouts
@@ -199,7 +199,7 @@ class Trainer:
             metrics |= batch_metrics(collected.rollout) | token_times(times, rows)
         if (update_s := times.get("timing_s/update_actor")) is not None:
             metrics |= self.meter.metrics(rows, update_s)
-        log.log(step, metrics | resident_memory(self.cluster.pids))
+        log.log(step, metrics | self.cluster.metrics())
         self.recorder.problems(step, collected.troubles)
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
         is_judged = self.inputs.config.rewards.manager != "none"

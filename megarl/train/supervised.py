@@ -21,7 +21,7 @@ from megarl.record.activity import doing
 from megarl.record.checkpoints import Checkpoint, CheckpointManager, Command, RunState
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.progress import Progress, ProgressValues
-from megarl.record.recorder import RunRecorder, resident_memory
+from megarl.record.recorder import RunRecorder
 from megarl.train.export import export_role
 from megarl.train.forward import with_likely_tokens
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
@@ -162,7 +162,7 @@ class SupervisedTrainer:
         tokens_per_s = sum(row.num_tokens for row in rows) / times["timing_s/step"]
         epoch = step * self.task.batch_size / self.task.num_examples
         metrics = {**result.metrics} | times | {"perf/tokens_per_s": tokens_per_s, "progress/epoch": epoch}
-        log.log(step, metrics | resident_memory(self.cluster.pids))
+        log.log(step, metrics | self.cluster.metrics())
         progress.update(
             step,
             ProgressValues(

@@ -65,6 +65,20 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
     assert left_behind(lab) == []
 
 
+def test_a_job_of_one_node_listens_on_loopback_alone(lab: SlurmLab, inputs: Path, reference: SlurmRun) -> None:
+    """As a run without Slurm: stores, groups and Ray cannot be reached from other nodes."""
+    run = SlurmRun(inputs=inputs, name="one-host", command="sft", nodes=1)
+    job = run.submit(lab)
+    mid_run(run)
+    drivers = [pid for node in lab.nodes for pid in lab.processes(node, name="megarl.cli sft")]
+    listeners = listeners_of(f"{job}-0-0", *drivers)
+    assert {each.address.removeprefix("::ffff:") for each in listeners} == {"127.0.0.1"}, listeners
+    assert {"gcs_server", "raylet", "RankActor", "megarl.cli"} <= {each.process for each in listeners}
+    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
+    assert differences(run, reference) == []
+    assert left_behind(lab) == []
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_at_its_time_limit_a_job_goes_back_into_the_queue_and_continues(lab: SlurmLab, inputs: Path) -> None:

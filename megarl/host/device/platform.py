@@ -40,6 +40,7 @@ COMMON_ENVIRONMENT = {
     # On a single host no other needs to reach its processes; several need the interface that connects them.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_RAS_ENABLE": "0",  # It tells everybody on the host what ranks do.
 }
 
 # Where users configure torch's allocator; the first that is set counts.

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import psutil
@@ -40,6 +41,7 @@ def test_flags_of_a_server() -> None:
         *("--middleware", "megarl.cluster.judge_key.RequireKey"),
         *("--model", "m", "--host", "10.0.0.1", "--port", "81", "--tensor-parallel-size", "2"),
         *("--worker-extension-cls", "megarl.rollout.judge_process.JudgeWorker"),
+        *("--uvicorn-log-level", "error", "--disable-uvicorn-access-log"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "16", "--max-model-len", "512"),
         "--trust-remote-code",
     ]
@@ -105,9 +107,13 @@ def test_nobody_else_gets_the_port_before_a_server_listens_nor_after_it_has_died
 
 @pytest.mark.parametrize("path", ["/v1/models", "/invocations", "/metrics", "/health", "/pause"])
 def test_every_path_asks_for_the_key(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections of those who know it are trusted."""
     monkeypatch.setenv("VLLM_API_KEY", "k")
-    client = TestClient(RequireKey(PlainTextResponse("served")))
+    client, trusted = TestClient(RequireKey(PlainTextResponse("served"))), list[str]()
+    client.app_state["connection"] = SimpleNamespace(trust=lambda: trusted.append(path))
     for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "k"}):
         answer = client.get(path, headers=headers)
         assert (answer.status_code, answer.text) == (401, '{"error":"the run\'s key is missing"}')
+    assert trusted == []
     assert client.get(path, headers={"authorization": "Bearer k"}).text == "served"
+    assert trusted == [path]

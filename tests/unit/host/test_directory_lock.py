@@ -283,7 +283,7 @@ def test_what_was_seen_before_a_pause_counts_for_nothing(
     is_free = later == "free, then owned"
     if not is_free:
         claim(tmp_path, dead)
-    find, looks = DirectoryLock._find_left, []
+    find, looks = DirectoryLock.require_free, []
 
     def paused(self: DirectoryLock) -> object:
         looks.append(self)
@@ -296,7 +296,7 @@ def test_what_was_seen_before_a_pause_counts_for_nothing(
                 claim(tmp_path, alive, number={"another owns it": 1, "another number": 2, "free, then owned": 2}[later])
         return found
 
-    monkeypatch.setattr(DirectoryLock, "_find_left", paused)
+    monkeypatch.setattr(DirectoryLock, "require_free", paused)
     lock = DirectoryLock(tmp_path, "sft")
     if later == "others took over":
         with lock:

@@ -84,14 +84,14 @@ def test_strangers_are_turned_away_and_counted(
     begin: Begin,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, warnings = dist.HashStore(), list[str]()
-    monkeypatch.setattr(peers.log, "warning", lambda text, *values: warnings.append(text % values))
+    store, counted = dist.HashStore(), list[object]()
+    monkeypatch.setattr(peers, "note_foreign", lambda *told: counted.append(told))
     with contextlib.ExitStack() as stack:
         ranks = [begin(store, 0, 2, 5.0)]
         for _ in range(number):
             STRANGERS[kind](stack.enter_context(socket.create_connection(place_of(store))))
         check([*ranks, begin(store, 1, 2, 5.0)])
-    assert warnings == [f"rank 0 closed {number} connections that did not come from its run"]
+    assert counted == [("gloo", number)]
 
 
 @pytest.mark.parametrize("hosts", ["several hosts"], indirect=True)

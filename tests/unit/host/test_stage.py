@@ -14,7 +14,9 @@ from megarl.host.stage import (
     STAGE_FILE_VARIABLE,
     logged_stages,
     make_process_files,
+    note_foreign,
     process_files,
+    read_foreign,
     read_stage,
     tell_stage,
 )
@@ -109,3 +111,14 @@ def test_what_others_may_write_to_is_not_written_to(tmp_path: Path, monkeypatch:
     assert os.environ["TMPDIR"] == str(made.parent)
     tell_stage("at work")
     assert read_stage(str(made), os.getpid()) == "at work"
+
+
+def test_what_processes_of_a_run_have_closed_adds_up(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for listener, number in (("gloo", 3), ("judge_server", 1), ("gloo", 40)):
+        note_foreign(listener, number)
+    assert read_foreign() == {"gloo": 43, "judge_server": 1}
+    assert "gloo: closed 40 connections of clients that showed no key" in capsys.readouterr().out
+    # What others may write to counts nothing, and is not written.
+    Path(directory).chmod(0o777)
+    note_foreign("gloo", 1)
+    assert read_foreign() == {"gloo": 43, "judge_server": 1}

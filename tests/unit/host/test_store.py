@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megarl.host.listeners import LOOPBACK
-from megarl.host.store import connect_store, create_store_file, open_store
+from megarl.host.store import connect_store, offer_store, open_store
 from megarl.parallel.worker import RankWorker
 from tests.helpers.second_user import as_nobody, needs_second_user
 
@@ -58,7 +58,7 @@ def test_ranks_of_one_host_meet_in_a_file_and_nothing_listens(
 
 @needs_second_user
 def test_another_user_can_neither_read_nor_write_the_file_in_which_ranks_meet() -> None:
-    path = Path(create_store_file().removeprefix("file://"))
+    path = Path(offer_store("127.0.0.1")[1].removeprefix("file://"))
     try:
         program = "import os, sys\nfor flags in (os.O_RDONLY, os.O_WRONLY): os.open(sys.argv[1], flags)"
         assert "PermissionError" in as_nobody(program, path).stderr
