@@ -20,7 +20,6 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from megarl_lab.bench.kill_resume import SmallRun, make_inputs
@@ -128,19 +127,10 @@ def leave_the_network() -> None:
         fcntl.ioctl(control, 0x8914, struct.pack("16sh", b"lo", 0x41))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The outcome of a start: exit codes, the ports that the stranger called, and the messages it got from groups."""
-
-    exit_codes: list[int]
-    num_ports: int
-    joins: list[str]
-    num_codes: int
-    seconds: float
-
-
-def attack(out: Path, number: int, of: str) -> Start:
-    """Start a run, or the processes of a group, beside a stranger."""
+def attack(out: Path, number: int, of: str) -> tuple[bool, bool, bool]:
+    """Start a run, or the processes of a group, beside a stranger, and print a row. Return whether it joined a group,
+    whether its code ran, and whether a process failed.
+    """
     # The stranger's code would run as the user of the run.
     marks, store, began = out / f"code{number}", out / f"store{number}", time.monotonic()
     stranger = subprocess.Popen(
@@ -154,13 +144,11 @@ def attack(out: Path, number: int, of: str) -> Start:
     exit_codes = [rank.wait() for rank in ranks]
     stranger.kill()
     told = stranger.communicate()[0].decode().splitlines()
-    return Start(
-        exit_codes=exit_codes,
-        num_ports=sum(line.startswith("port") for line in told),
-        joins=[line for line in told if line.startswith("joined")],
-        num_codes=len(marks.read_text(encoding="utf-8").split()) if marks.exists() else 0,
-        seconds=time.monotonic() - began,
-    )
+    num_ports, num_joins = (sum(line.startswith(word) for line in told) for word in ("port", "joined"))
+    num_codes = len(marks.read_text(encoding="utf-8").split()) if marks.exists() else 0
+    seconds = time.monotonic() - began
+    print(f"| {number} | {seconds:.0f} | {num_ports} | {num_joins} | {num_codes} | {exit_codes} |", flush=True)
+    return bool(num_joins), bool(num_codes), any(exit_codes)
 
 
 def main() -> None:
@@ -172,15 +160,9 @@ def main() -> None:
     leave_the_network()
     make_inputs(arguments.out)
     print("| start | seconds | ports called | messages of groups | code ran | exit codes |\n|---|---|---|---|---|---|")
-    starts = list[Start]()
-    for number in range(arguments.starts):
-        each = attack(arguments.out, number, arguments.of)
-        starts.append(each)
-        row = (f"{each.seconds:.0f}", each.num_ports, len(each.joins), each.num_codes, each.exit_codes)
-        print(f"| {number} | {' | '.join(map(str, row))} |", flush=True)
-    num_joined, num_codes = sum(bool(each.joins) for each in starts), sum(bool(each.num_codes) for each in starts)
-    num_ended = sum(any(each.exit_codes) for each in starts)
-    print(f"{len(starts)} starts: {num_joined} joined, code ran in {num_codes}, {num_ended} ended by a failure")
+    outcomes = [attack(arguments.out, number, arguments.of) for number in range(arguments.starts)]
+    num_joined, num_codes, num_ended = map(sum, zip(*outcomes, strict=True))
+    print(f"{len(outcomes)} starts: {num_joined} joined, code ran in {num_codes}, {num_ended} ended by a failure")
     raise SystemExit(bool(num_joined or num_codes or num_ended))
 
 
