@@ -128,17 +128,14 @@ def leave_the_network() -> None:
 
 
 def attack(out: Path, number: int, of: str) -> tuple[bool, bool, bool]:
-    """Start a run, or the processes of a group, beside a stranger, and print a row. Return whether it joined a group,
-    whether its code ran, and whether a process failed.
-    """
+    """Start processes beside a stranger, and print a row; return whether it joined, its code ran, or one failed."""
     # The stranger's code would run as the user of the run.
     marks, store, began = out / f"code{number}", out / f"store{number}", time.monotonic()
     stranger = subprocess.Popen(
         [sys.executable, "-c", _BECOME, _STRANGER, str(marks)], stdout=subprocess.PIPE, env={"PATH": os.defpath}
     )
     if of != "runs":
-        command = (sys.executable, "-c", _GROUP, str(store))
-        ranks = [subprocess.Popen([*command, str(rank), of]) for rank in range(2)]
+        ranks = [subprocess.Popen([sys.executable, "-c", _GROUP, str(store), str(rank), of]) for rank in range(2)]
     else:
         ranks = [SmallRun(inputs=out, name=f"run{number}", settings=SETTINGS).start()]
     exit_codes = [rank.wait() for rank in ranks]
