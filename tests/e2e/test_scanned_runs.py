@@ -57,7 +57,7 @@ KINDS: tuple[tuple[Callable[[socket.socket], bool], int], ...] = (
 @contextlib.contextmanager
 def reward_service(directory: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The process and the port of a service that judges all rows, for those who know the key."""
-    file = "def reward_func(queries, **_):\n    return [len(query) / 1000 for query in queries]\n"
+    file = "def reward_func(queries, **_):\n    return {'rewards': [len(query) / 1000 for query in queries]}\n"
     (directory / "letters.py").write_text(file)
     function = f"rewards.custom={{path: {directory}/letters.py}}"
     command = [*MEGARL, "serve-reward", "--port", "0", "--api-key-env", "REWARD_KEY", "--data-source", "any", function]
