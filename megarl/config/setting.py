@@ -171,8 +171,9 @@ def check_values(config: object, sections: Collection[str], key: str = "") -> No
     sections: the dotted keys of the sections whose own rules hold, with those within them. key: that of `config`.
     """
     for name, value, allowed in _values(config, key, None):
-        if isinstance(value, Checked):
-            if any(f"{name}.".startswith(f"{section}.") for section in sections):
+        if is_dataclass(value):
+            # Protocols are slow to ask; sections are few.
+            if isinstance(value, Checked) and any(f"{name}.".startswith(f"{section}.") for section in sections):
                 value.check(name)
         elif isinstance(allowed, Range) and type(value) in (int, float) and not allowed.holds(value):
             raise ConfigError(f"{name}: got {value}, expected {allowed.expected}")

@@ -22,6 +22,7 @@ from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import DevicePlan, EnginePlan
 from megarl.plan.sizes import plan_engine, plan_shards
+from megarl.types import Algorithm
 
 # Rows up to so many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
@@ -72,8 +73,10 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     limit = FILL * search.device_bytes
     with assuming("cuda"):
         for place in _places(search):
+            # What an algorithm asks for does not depend on the layout.
+            algorithm = algorithm_of(_with_trainer(search, place, search.base.actor.layout, RecomputeConfig()))
             for layout in _layouts(search, place.trainers):
-                fitting = _fitting(search, place, layout, limit, trainers)
+                fitting = _fitting(search, place, layout, algorithm, limit, trainers)
                 if fitting:
                     found.append(min(fitting, key=lambda choice: choice.cost.total))
         ranked = sorted(found, key=lambda choice: choice.cost.total)
@@ -93,7 +96,12 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
 
 
 def _fitting(
-    search: LayoutSearch, place: _Place, layout: LayoutConfig, limit: float, trainers: list[int]
+    search: LayoutSearch,
+    place: _Place,
+    layout: LayoutConfig,
+    algorithm: Algorithm,
+    limit: float,
+    trainers: list[int],
 ) -> list[LayoutChoice]:
     """Return the choices that fit with this layout, with each way to recompute that may be the cheapest.
 
@@ -102,7 +110,7 @@ def _fitting(
 
     def choices(**recompute: Any) -> list[LayoutChoice]:
         config = _with_trainer(search, place, layout, RecomputeConfig(**recompute))
-        return list(_with_engines(search, config, place, limit, trainers))
+        return list(_with_engines(search, config, place, algorithm, limit, trainers))
 
     own = {each.name: getattr(search.base.actor, each.name) for each in fields(RecomputeConfig)}
     if any(f"actor.{name}" in search.given for name in own):
@@ -229,12 +237,11 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
 
 
 def _with_engines(
-    search: LayoutSearch, config: Config, place: _Place, limit: float, trainers: list[int]
+    search: LayoutSearch, config: Config, place: _Place, algorithm: Algorithm, limit: float, trainers: list[int]
 ) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
     if not search.obeys(replace(config, rollout=search.base.rollout)):
         return
-    algorithm = algorithm_of(config)
     needed, roles = algorithm.requires(), roles_of(config, algorithm)
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
     layouts = by_layout(roles)

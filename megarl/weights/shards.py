@@ -1,6 +1,7 @@
 """Compute where a parallel layout puts ranks, layers and parameters, by arithmetic alone, before any process starts."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from megarl.config.lora import LoraConfig
@@ -86,7 +87,7 @@ def num_stage_parameters(
     parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
     """
     counts, sizes = [0, 0], {"vocab": padded_vocab(spec.dims.vocab, layout, vocab_multiple)}
-    kinds = [(Layers.ALL, *spec.dims.kinds_of(layer)) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
+    kinds = Counter(map(spec.dims.kinds_of, stage_layers(layout, spec.dims.num_layers, stage)))
     for rule in spec.family.weights:
         names, of_expert = rule.names[0], "{expert}" in rule.names[0]
         size = sum(math.prod(sizes.get(s) or spec.dims.dim(s) for s in tensor.shape) for tensor in rule.tensors)
@@ -95,7 +96,7 @@ def num_stage_parameters(
         elif rule.partition is not Partition.REPLICATED:
             size //= layout.tp
         if "{layer}" in names:
-            counts[of_expert] += size * sum(rule.layers in each for each in kinds)
+            counts[of_expert] += size * sum(n for each, n in kinds.items() if rule.layers in (Layers.ALL, *each))
         elif is_on_stage(rule, spec, layout, stage, scalar_head):
             counts[of_expert] += size
     return NumParameters(others=counts[0], experts=counts[1])

@@ -1,5 +1,6 @@
 """Chunks of logits for the log-prob head's kernels, and what float64 makes of them."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +44,14 @@ class ChunkResult:
     gradient: Tensor
     lse: Tensor
     entropy: Tensor
+
+
+# (name of a dtype, rows, columns, with entropy): each size with and without, in one dtype each.
+SHAPES = [
+    (dtype, n, V, (number % 2 == 0) == (dtype == "bfloat16"))
+    for dtype in ("bfloat16", "float32")
+    for number, (n, V) in enumerate(itertools.product((0, 1, 5), (1, 7, 1000, 4097)))
+]
 
 
 def chunk_problem(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -434,6 +434,7 @@ def make_step(cfg: AlgoConfig, sizes: list[int], seed: int) -> Step:
 
 
 @every_algorithm
+@settings(max_examples=settings().max_examples // 3)  # of each of the algorithms
 @given(sizes=group_sizes, seed=seeds, data=st.data())
 def test_split_order_and_padding_do_not_matter(
     config_of: Callable[[str], AlgoConfig], name: str, sizes: list[int], seed: int, data: st.DataObject

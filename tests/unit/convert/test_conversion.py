@@ -66,7 +66,13 @@ def model(qwen2: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [(family, tied) for family in DENSE for tied in (True, False)] + [(f, False) for f in WITH_EXPERTS],
+    [
+        # By turns, each dense family is tied or not; the other half is long.
+        pytest.param(family, tied, marks=[] if tied == bool(number % 2) else pytest.mark.long)
+        for number, family in enumerate(DENSE)
+        for tied in (True, False)
+    ]
+    + [(family, False) for family in WITH_EXPERTS],
 )
 @pytest.mark.usefixtures("small_pieces")
 def test_there_and_back(tmp_path: Path, family: str, tied: bool) -> None:

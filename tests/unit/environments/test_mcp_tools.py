@@ -184,15 +184,13 @@ def test_a_session_ends_by_any_refusal_that_names_it(code: int, said: str, over:
         raise MCPError(code, said)
 
     async def run() -> None:
-        environment = McpEnvironment(server=SERVER, start_timeout_s=START_S)
-        await environment.start(PROMPT)
-        session = environment._session
-        assert session is not None
-        assert session.is_listed
+        opened = asyncio.get_running_loop().create_future()
+        opened.set_result(None)
+        session = _Session(McpEnvironment(server=SERVER)._server, START_S, _client=opened)
+        session.note_listed()
         with pytest.raises(MCPError, match=said):
             await session.use(refuse)
         assert session.is_listed == (not over)
-        session.end()
 
     asyncio.run(run())
     assert seen == ["asked"]
