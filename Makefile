@@ -18,7 +18,7 @@ SEED ?= 0
 LORA ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-lab test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
+.PHONY: help python install train test test-wide test-lab test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -38,12 +38,16 @@ train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or
 # Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. Tests of
 # several ranks leave half a core idle, so two files of them run at once; so do whole runs while they start or wait.
 # Many of them start processes, which need not compile the package each.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-wide: export PYTHONDONTWRITEBYTECODE =
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 3 --dist loadfile --no-loadscope-reorder
-	"$(VENV)/bin/python" -m pytest tests/distributed -m "not long and not gpu" -n 2 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed --ignore=tests/lab \
-		-m "not long and not gpu and not slurm" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/unit -m "not wide and not long and not gpu" -n 3 --dist loadfile \
+		--no-loadscope-reorder
+	"$(VENV)/bin/python" -m pytest tests/distributed -m "not wide and not long and not gpu" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/e2e -m "not wide and not long and not gpu" -n 2 --dist loadfile
+
+test-wide: install ## Run what make test leaves out that takes seconds each: further layouts, models and whole runs
+	"$(VENV)/bin/python" -m pytest tests/unit tests/distributed tests/e2e -m "wide and not long and not gpu" -n 2 \
+		--dist loadfile
 
 test-lab: install ## Run the tests of benches, studies, recipes and forecasts of schedules
 	"$(VENV)/bin/python" -m pytest tests/lab -m "not long and not gpu" -n 2 --dist loadfile

@@ -12,6 +12,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.helpers.budget import Budget
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.wide import WIDE
 
 # torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -36,8 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Properties belong to the default tests and, with more examples, to the long ones too."""
-    for item in items if config.option.markexpr == "long" else ():
-        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+    for item in items:
+        if item.nodeid.startswith(tuple(WIDE)):
+            item.add_marker("wide")
+        if config.option.markexpr == "long" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("long")
 
 

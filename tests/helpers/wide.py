@@ -1,0 +1,70 @@
+"""The tests that `make test` leaves to `make test-wide`: they need seconds each, and CI runs both.
+
+What stays in `make test` has a case of every kind: each axis of a layout, each way to run, each kind of process.
+"""
+
+# The beginning of a test's name → why it may wait. The fast case of the same kind stands beside it.
+_FAMILIES = "another model's rules in the same layouts; test_hf_parity and test_families[qwen…] stay"
+_CHECKPOINTS = "another layout of a checkpoint; that of four ranks, read by two stages, stays"
+_RUNS = "a whole run for one feature; runs of test_train, test_sync and test_algorithms stay"
+_PLANS = "another size of the same search or plan"
+_DEATHS = "another process that dies or hangs; each way to notice it stays"
+WIDE = {
+    "tests/distributed/test_adapter_costs.py": _FAMILIES,
+    "tests/distributed/test_adapter_export.py": _FAMILIES,
+    "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[gpt_oss": _FAMILIES,
+    "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[qwen3_next": _FAMILIES,
+    "tests/distributed/test_averaged_teacher.py": _FAMILIES,
+    "tests/distributed/test_dist_checkpoint.py::test_a_rank_may_write_for_longer": _CHECKPOINTS,
+    "tests/distributed/test_dist_checkpoint.py::test_only_a_portable_checkpoint": _CHECKPOINTS,
+    "tests/distributed/test_dist_checkpoint.py::test_ranks_that_share_key_value_heads": _CHECKPOINTS,
+    "tests/distributed/test_dist_checkpoint.py::test_replicas_with_other_settings": _CHECKPOINTS,
+    "tests/distributed/test_dist_checkpoint.py::test_stages_that_share_an_embedding": _CHECKPOINTS,
+    "tests/distributed/test_families.py::test_family_equals_transformers[g": _FAMILIES,
+    "tests/distributed/test_families.py::test_family_equals_transformers[l": _FAMILIES,
+    "tests/distributed/test_families.py::test_family_equals_transformers[m": _FAMILIES,
+    "tests/distributed/test_families.py::test_family_equals_transformers[olmo3": _FAMILIES,
+    "tests/distributed/test_families.py::test_family_equals_transformers[phi3": _FAMILIES,
+    "tests/distributed/test_families.py::test_family_equals_transformers[seed_oss": _FAMILIES,
+    "tests/distributed/test_hybrid_families.py": _FAMILIES,
+    "tests/distributed/test_mistral3.py": _FAMILIES,
+    "tests/distributed/test_moe_families.py": _FAMILIES,
+    "tests/distributed/test_muon.py": "the optimizer that few runs use; its rules have unit tests",
+    "tests/distributed/test_norm_families.py": _FAMILIES,
+    "tests/distributed/test_offload.py": "phases of memory have unit tests, and test_train offloads",
+    "tests/distributed/test_overlap.py": "overlapped communication changes no bit, or this test says so within the day",
+    "tests/distributed/test_round_trips.py": _FAMILIES,
+    "tests/distributed/test_shared_base.py": _FAMILIES,
+    "tests/distributed/test_stacked_experts.py": _FAMILIES,
+    "tests/distributed/test_windows.py": _FAMILIES,
+    "tests/e2e/test_adapter_sync.py": _RUNS,
+    "tests/e2e/test_algorithms.py::test_three_steps[dapo": _RUNS,
+    "tests/e2e/test_algorithms.py::test_three_steps[luffy": _RUNS,
+    "tests/e2e/test_eval.py": _RUNS,
+    "tests/e2e/test_family_engines.py": _RUNS,
+    "tests/e2e/test_notebook.py": _RUNS,
+    "tests/e2e/test_processes.py::test_a_run_listens": _RUNS,
+    "tests/e2e/test_public_data.py": _RUNS,
+    "tests/e2e/test_rounded_engines.py": _RUNS,
+    "tests/e2e/test_speculation.py": _RUNS,
+    "tests/e2e/test_stolen_samples.py": _RUNS,
+    "tests/e2e/test_sync.py::test_moe_reload": _RUNS,
+    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[migrating": _RUNS,
+    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[seams": _RUNS,
+    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[slurm": _RUNS,
+    "tests/e2e/test_user_shell.py": _RUNS,
+    "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
+    "tests/unit/cluster/test_deaths.py::test_a_repeated_batch": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_a_wait_for_an_engine_that_can_be_restarted": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_an_engine_that_fails": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_an_idle_engine": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_others_take_over": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_requests_that_came": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_the_death_of_an_engines_worker": _DEATHS,
+    "tests/unit/cluster/test_deaths.py::test_what_others_generate": _DEATHS,
+    "tests/unit/forecast/test_plan_layouts.py::test_lines_of_the_table": _PLANS,
+    "tests/unit/forecast/test_plan_layouts.py::test_the_table_has_what": _PLANS,
+    "tests/unit/host/test_stage.py::test_vllm_logs_so": "a fresh process imports vLLM, eight seconds for one line",
+    "tests/unit/migrate/test_convert_config.py::test_the_run_file_passes_a_dry_run": _PLANS,
+    "tests/unit/plan/test_dry_run.py::test_other_models_fit": _PLANS,
+}
