@@ -73,7 +73,7 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     limit = FILL * search.device_bytes
     with assuming("cuda"):
         for place in _places(search):
-            # What an algorithm asks for does not depend on the layout.
+            # The layout does not change what an algorithm asks for.
             algorithm = algorithm_of(_with_trainer(search, place, search.base.actor.layout, RecomputeConfig()))
             for layout in _layouts(search, place.trainers):
                 fitting = _fitting(search, place, layout, algorithm, limit, trainers)
