@@ -69,5 +69,5 @@ WIDE = {
     "tests/unit/plan/test_dry_run.py::test_other_models_fit": _PLANS,
     "tests/unit/rewards/verifier/test_containment.py::test_workers_end_with_the_process": _DEATHS,
     "tests/unit/sync/test_staging.py::test_exchanges_allocate": "memory of exchanges, which plan's tests bound",
-    "tests/unit/test_hostile_texts.py::test_reports_and_their_browser": "pictures; each panel has its test of such texts",
+    "tests/unit/test_hostile_texts.py::test_reports_and_their_browser": "draws reports; tables and screens stay",
 }
