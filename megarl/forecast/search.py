@@ -70,13 +70,12 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
         ConfigError: nothing fits; it says what takes too much.
     """
     found, trainers, refusals = list[LayoutChoice](), list[int](), list[ConfigError]()
-    limit = FILL * search.device_bytes
     with assuming("cuda"):
         for place in _places(search):
             # The layout does not change what an algorithm asks for.
             algorithm = algorithm_of(_with_trainer(search, place, search.base.actor.layout, RecomputeConfig()))
             for layout in _layouts(search, place.trainers):
-                fitting = _fitting(search, place, layout, algorithm, limit, trainers)
+                fitting = _fitting(search, place, layout, algorithm, trainers)
                 if fitting:
                     found.append(min(fitting, key=lambda choice: choice.cost.total))
         ranked = sorted(found, key=lambda choice: choice.cost.total)
@@ -89,19 +88,14 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     trainer = f"{min(trainers) / 2**30:.1f} GiB" if trainers else "a number that divides the model"
     asked = f" with {', '.join(sorted(search.given))} as given" if search.given else ""
     raise ConfigError(
-        f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} fits {limit / 2**30:.1f} GiB, {FILL:.0%} "
-        f"of a GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its "
+        f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} fits "
+        f"{FILL * search.device_bytes / 2**30:.1f} GiB, {FILL:.0%} of a GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its "
         "weights; give more GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
     )
 
 
 def _fitting(
-    search: LayoutSearch,
-    place: _Place,
-    layout: LayoutConfig,
-    algorithm: Algorithm,
-    limit: float,
-    trainers: list[int],
+    search: LayoutSearch, place: _Place, layout: LayoutConfig, algorithm: Algorithm, trainers: list[int]
 ) -> list[LayoutChoice]:
     """Return the choices that fit with this layout, with each way to recompute that may be the cheapest.
 
@@ -110,7 +104,7 @@ def _fitting(
 
     def choices(**recompute: Any) -> list[LayoutChoice]:
         config = _with_trainer(search, place, layout, RecomputeConfig(**recompute))
-        return list(_with_engines(search, config, place, algorithm, limit, trainers))
+        return list(_with_engines(search, config, place, algorithm, trainers))
 
     own = {each.name: getattr(search.base.actor, each.name) for each in fields(RecomputeConfig)}
     if any(f"actor.{name}" in search.given for name in own):
@@ -237,12 +231,12 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
 
 
 def _with_engines(
-    search: LayoutSearch, config: Config, place: _Place, algorithm: Algorithm, limit: float, trainers: list[int]
+    search: LayoutSearch, config: Config, place: _Place, algorithm: Algorithm, trainers: list[int]
 ) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
     if not search.obeys(replace(config, rollout=search.base.rollout)):
         return
-    needed, roles = algorithm.requires(), roles_of(config, algorithm)
+    needed, roles, limit = algorithm.requires(), roles_of(config, algorithm), FILL * search.device_bytes
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
     layouts = by_layout(roles)
     peak, _ = most_bytes(plan_devices(config, layouts, shards, None))
