@@ -89,8 +89,9 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     asked = f" with {', '.join(sorted(search.given))} as given" if search.given else ""
     raise ConfigError(
         f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} fits "
-        f"{FILL * search.device_bytes / 2**30:.1f} GiB, {FILL:.0%} of a GPU; the trainer needs at least {trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its "
-        "weights; give more GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
+        f"{FILL * search.device_bytes / 2**30:.1f} GiB, {FILL:.0%} of a GPU; the trainer needs at least "
+        f"{trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its weights; give more GPUs, GPUs with more "
+        "memory (--device-gib), or more of them per node (--gpus-per-node)"
     )
 
 
