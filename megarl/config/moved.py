@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
@@ -17,7 +18,7 @@ MODULES = {
 PARTS = {"Wire": "Transport", "WIRES": "TRANSPORTS", "register_wire": "register_transport"}
 
 
-class MovedModules:
+class MovedModules(Loader):
     """Finds modules by their old names. They hold nothing: each part is looked up in the module of the new name."""
 
     def find_spec(
@@ -26,10 +27,7 @@ class MovedModules:
         """Return how to load a module that has moved, and None for all others."""
         if fullname not in MODULES:
             return None
-        return spec_from_loader(fullname, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make the module."""
+        return spec_from_loader(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module of the new name, and have each part looked up there."""
