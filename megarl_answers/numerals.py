@@ -49,7 +49,7 @@ _WORD = re.compile(r"(?:^|\s*-\s*|\s+)([a-zA-Z]+)(?![\w'])")
 
 def spelled_number(text: str) -> tuple[str, str] | None:
     r"""Read the number in words at the start of a text: `thirty-six cats` → (`36`, ` cats`), `three quarters` →
-    (`\frac{3}{4}`, ``). Return None if there is none. Ordinals are none.
+    (`\frac{3}{4}`, ``). Return None if there is none. Ordinals do not count.
     """
     first = _WORD.match(text)
     if first is None or first[1].casefold() not in _FIRST:

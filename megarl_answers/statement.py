@@ -1,4 +1,4 @@
-"""Tell what a sentence says of its number: that it is the answer, or that it is none, a bound, a part of another
+"""Tell what a sentence says of its number: that it is the answer or not, a bound, a part of another
 number or the argument of a function.
 """
 

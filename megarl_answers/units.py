@@ -149,7 +149,7 @@ def split_unit(text: str) -> Quantity:
 
 
 def _trailing_unit(body: str, words: str) -> str:
-    """Return the unit that words after a body are, in its standard spelling, "" if they are none."""
+    """Return the unit that words after a body are, in its standard spelling, "" if they are not a unit."""
     is_spaced, words = words[0].isspace(), words.strip()
     is_number = parse_number(body) is not None
     scale, _, rest = words.casefold().partition(" ")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomFigures:
-    """lines: of each room of megarl/ and of each other package. takers: files outside config/ that take a `Config`."""
+    """lines: by room of megarl/ and by other package. takers: files outside config/ that take a `Config`."""
 
     lines: Mapping[str, int]
     arrows: frozenset[tuple[str, str]]

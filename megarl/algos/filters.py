@@ -72,7 +72,7 @@ def not_uniform(group: ScoredGroup, cfg: FilterConfig) -> bool:
 
 
 def filters_of(cfg: FilterConfig) -> list[GroupFilter]:
-    """Return the filters that a configuration turns on; raise ConfigError for a name that is none of a user's filters.
+    """Return the filters that a configuration turns on; raise ConfigError for a name that no plugin has registered.
 
     >>> [each.turned_on_by for each in filters_of(FilterConfig(mean_score=(0.0, 1.0)))]
     ['mean_score']

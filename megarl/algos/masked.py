@@ -25,7 +25,7 @@ def kept(values: Tensor, mask: Tensor) -> Tensor:
 
 def require_per_token(values: object, mask: Tensor, what: str) -> None:
     """Raise ValueError unless `values`, which a user's function returned, is a tensor with an element for each of
-    `mask`'s: other shapes may be broadcast without a word.
+    `mask`'s: other shapes may be broadcast without an error.
 
     >>> require_per_token(tensor([1.0]), tensor([[True, False]]), "the loss")
     Traceback (most recent call last):

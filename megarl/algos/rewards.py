@@ -32,7 +32,7 @@ class ShapedRewards:
 def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens: int) -> ShapedRewards:
     """Shape the scorer's rewards in this order: add the overlong penalty, change truncated rows, clamp to `clip`.
 
-    Metrics: critic/rule_score/* (before shaping, of the samples that begin with no demonstration, if there are any);
+    Metrics: critic/rule_score/* (before shaping, of samples without a demonstration, if there are any);
     reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
 
     >>> cfg = RewardConfig(clip=(0.0, 1.0))

@@ -62,7 +62,7 @@ ADVANTAGE_SHAPERS: FunctionRegistry[Shape, AdvantageShaper] = FunctionRegistry(
 def shapers_of(cfg: AlgoConfig) -> list[AdvantageShaper]:
     """Return the shapers of an algorithm in the order in which they are applied.
 
-    Raises ConfigError for a name in `algo.shapers` that is none of a user's shapers, or stands there twice.
+    Raises ConfigError for a name in `algo.shapers` that no plugin has registered, or that stands there twice.
 
     >>> [each.place for each in shapers_of(AlgoConfig())]
     ['first', 'first', 'first', 'last', 'last']

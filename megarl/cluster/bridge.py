@@ -23,8 +23,7 @@ from megarl.sync.transport.rendezvous import Rendezvous, give_up
 from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
-# The metric that counts the bytes that all engine workers receive in a sync, except from neighbours that process_plan
-# memory.
+# The metric that counts the bytes that all engine workers receive in a sync, but for those in shared memory.
 WIRE_BYTES = "sync/wire_bytes"
 # Scales are counted as float32.
 _SCALE_BYTES = 4

@@ -114,7 +114,7 @@ class EngineSlots:
         `engine 0`, then `engine 0 worker 0`, …
         """
         self._pids[index] = pids
-        # From now on, it counts as hung whenever it is silent for so long.
+        # From now on, it counts as hung whenever it is silent for this long.
         process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
         pid, *workers = itertools.chain(*pids)
         return {process.name: pid} | {f"{process.name} worker {i}": worker for i, worker in enumerate(workers)}

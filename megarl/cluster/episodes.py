@@ -28,7 +28,7 @@ from megarl.host.clock import awake_s
 from megarl.record import activity
 from megarl.rollout.conversations import Conversation, WorkerLostError
 
-# A worker whose event loop does not turn for so long counts as hung: an environment blocks it.
+# A worker whose event loop does not turn for this long counts as hung: an environment blocks it.
 SILENCE_S = 30.0
 DOING = "conversing with environments"
 

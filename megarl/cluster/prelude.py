@@ -62,7 +62,7 @@ class Prelude:
         self.close()
 
     def close(self) -> None:
-        """End all that this has begun, and every process of the run; a second call does nothing."""
+        """End every process of the run; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             if self._servers is not None:

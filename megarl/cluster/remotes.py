@@ -178,7 +178,7 @@ class Roster:
         self.lost.pop(process.name, None)
 
     def expect_answers(self, process: Process[Remote], *, within_s: float) -> None:
-        """From now on, take this process for hung if it does not answer a question within so many seconds."""
+        """From now on, take this process for hung if it does not answer a question within that many seconds."""
         self.watched[process.name], self.silence_s = process, within_s
 
     def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:

@@ -51,7 +51,7 @@ class Reservation:
     def options(self, slot: ProcessSlot, kind: str = "") -> dict[str, object]:
         """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place.
 
-        kind: of the processes that the actor's is forked from, where there are such.
+        kind: that of the process from which the actor's is forked, if it is.
         """
         node, bundle = divmod(slot.bundle, self._groups[slot.group].bundles_per_node)
         placed = self._nodes[slot.group][node]

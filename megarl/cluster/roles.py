@@ -44,7 +44,7 @@ def _scalar_role(config: Config, role: Role, model_path: str | None, *, trainabl
 
 
 def teacher_roles(config: Config) -> list[RoleSpec]:
-    """List the roles of a run's teachers on Megatron; those behind servers are none, nor is the policy itself.
+    """List the roles of a run's teachers on Megatron; those behind servers do not count, nor does the policy itself.
 
     A teacher that is the actor's model is the actor without adapters, if that trains any; one that follows the actor
     has adapters of its own.

@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 def explain(key: str, config: Config | None = None) -> str:
-    """Return what a key means, which values it takes, and its value in `config`; of a section, a line for each key.
+    """Return what a key means, which values it takes, and its value in `config`; for a section, a line for each key.
 
     Entries of lists and mappings are found under any place or name, as in `environment.entries.weather.type`. Raises
     ConfigError with a suggestion for an unknown key.

@@ -83,7 +83,7 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()  # Texts that end a response, such as </answer>; the response ends with the text.
     # Tokens that end a response, besides those by which the model ends an answer (docs/data.md).
     stop_token_ids: tuple[int, ...] = setting((), AT_LEAST_0)
-    # Time limit of one call to the trainer's ranks, and of the time in which no engine finishes a sample.
+    # Time limit of one call to the trainer's ranks, and of a wait for any engine to finish a sample.
     timeout_s: float = setting(3600.0, POSITIVE, affects=("workers",))
     # Number of engine crashes that a run survives: each time the unfinished samples are generated again, and the engine
     # is restarted.

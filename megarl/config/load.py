@@ -276,7 +276,7 @@ def _parse_yaml(text: bytes) -> Any:
         if len(text) > _SMALL:
             _require_shallow(text)
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
-    # PyYAML raises ValueError for text that looks like a number but is none, such as 0x_.
+    # PyYAML raises ValueError for text that only looks like a number, such as 0x_.
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split()).replace('in "<byte string>",', "at")
         if "cannot start any token" in reason and re.search(rb"^ *\t", text, re.MULTILINE):

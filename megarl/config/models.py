@@ -88,7 +88,7 @@ class MoeConfig:
         self.check_fused(key)
 
     def check_fused(self, key: str, *, num_groups: int = 1) -> None:
-        """Raise ConfigError if a fused kernel is asked for that a model with so many groups of experts cannot use."""
+        """Raise ConfigError if a fused kernel is asked for that a model with that many groups of experts cannot use."""
         for name in (name for name in FUSED_SINCE if getattr(self, name)):
             obstacle = fusion_obstacle(name, self, engine=transformer_engine_version(), num_groups=num_groups)
             if obstacle is not None:

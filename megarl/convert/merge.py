@@ -73,7 +73,7 @@ class ExpertUpdate:
 
 
 def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, list[ExpertUpdate]]:
-    """Return the updates of every expert of each tensor of all experts that adapters belong to, by the tensor's name.
+    """Return the updates of all experts for each tensor of experts that has adapters, by the tensor's name.
 
     Raises:
         ConfigError: only some of the experts have adapters, or some matrices of theirs.

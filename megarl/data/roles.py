@@ -106,8 +106,8 @@ class RoleCheck:
 
 
 def _places(kinds: Sequence[str]) -> Iterator[tuple[object, ...]]:
-    """Yield what a template may decide by whether it writes a turn: its role, those next to it and of the last turn,
-    and whether it is the first or the last turn of its role, as templates that take one system turn have it.
+    """Yield the facts by which a template may decide to write a turn: its role, those next to it and of the last turn,
+    and whether it is the first or the last turn of its role, for templates that take one system turn.
     """
     first, last = {kind: i for i, kind in reversed([*enumerate(kinds)])}, {kind: i for i, kind in enumerate(kinds)}
     around = zip(("", *kinds), kinds, (*kinds[1:], ""), strict=False)

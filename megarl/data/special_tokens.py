@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def special_tokens_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[str]:
     """Return a pattern of a tokenizer's marks. `written`: what its chat template writes between turns."""
     added = tokenizer.added_tokens_decoder.values()
-    # Some tokenizers do not call all marks of their template special. Words and spaces are none.
+    # Some tokenizers do not call all marks of their template special. Words and spaces are not marks.
     own = {t.content for t in added if t.special or (t.content in written and re.search(r"[^\w\s]", t.content))}
     # Of two marks that begin alike the longer one counts.
     found = sorted({*tokenizer.all_special_tokens, *own}, key=len, reverse=True)

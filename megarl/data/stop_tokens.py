@@ -150,7 +150,7 @@ class StopTokens:
     names: tuple[str, ...]
 
     def are_at_end_of(self, token_ids: Sequence[int]) -> bool:
-        """Return whether a response ends as answers that are trained do."""
+        """Return whether a response ends with these tokens, as trained answers do."""
         return tuple(token_ids[-len(self.token_ids) :]) == self.token_ids
 
 

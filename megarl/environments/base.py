@@ -19,7 +19,7 @@ from megarl.host.user_code import run_file
 from megarl.registry import Registry, unknown_name
 from megarl.types import Message, Prompt
 
-# Characters of all messages of a reply. No conversation has room for so many, and to tokenise megabytes would hold up
+# Characters of all messages of a reply. No conversation has room for this many, and to tokenise megabytes would hold up
 # all other samples of the process.
 MOST_REPLY_CHARS = 1_000_000
 

@@ -60,7 +60,7 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 async def attempt(work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    """Call `work` and await it for so many seconds; return what it returns, or raise what it raises.
+    """Call `work` and await it for that many seconds; return what it returns, or raise what it raises.
 
     Work that does not let itself be cancelled goes on, and nobody waits for it. Raises LateError if it is late, and
     EscapedError if it raises what is no Exception or cancels itself.
@@ -119,7 +119,7 @@ class _Call(Future[Any]):
 
 
 class CallThreads(ThreadPoolExecutor):
-    """Threads for calls that block: each call has one of its own, and so many run at once; others wait their turn.
+    """Threads for calls that block: each call has one of its own; `most` run at once, others wait.
 
     A thread cannot be ended. One that nobody waits for any more leaves its place to the next call, is asked to end
     `GRACE_S` later, which it hears when it next runs Python, and never keeps the process from ending.

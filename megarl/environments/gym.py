@@ -126,7 +126,7 @@ def _gymnasium() -> Any:
 
 @functools.cache
 def _look_up(name: str, arguments: str) -> tuple[str | None, bool]:
-    """Return the mode in which an environment renders text, if any, and whether its actions are read without help.
+    """Return the mode in which an environment renders text, if any, and whether actions are read without `parse`.
 
     Raises ConfigError if it cannot be made with these arguments.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_DETAILS_CHARS, MOST_REASON_CHARS = 100_000, 2000
 # The number of calls that never returned with which a worker is replaced: each keeps a thread, and often a connection.
 MOST_LATE_CALLS = 500
-# So many failures in a row with which it is replaced if it has no files or memory left, whichever conversation asks.
+# This many failures in a row with which it is replaced if it has no files or memory left, whichever conversation asks.
 MOST_EXHAUSTED = 4
 
 
@@ -110,8 +110,8 @@ class EpisodeReply:
 
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
-    """A conversation that has begun. chat: the messages that the policy reads for its next turn. turns: by number, each
-    turn's last token, and the messages up to the turn with itself. part: the latest that the environment said.
+    """A conversation that has begun. chat: the messages that the policy reads for its next turn. turns: each
+    turn's last token, and the messages up to and with it, by its number. part: what the environment said last.
     """
 
     environment: Environment

@@ -138,7 +138,7 @@ def step_cost(
     )
     if config.placement.offload:
         train["offload"] = 2 * max(each.offloaded for each in devices) / hardware.host
-    # A whole copy of the weights is spread over so many nodes, of which a worker's own holds one part.
+    # A whole copy of the weights is spread over this many nodes, of which a worker's own holds one part.
     span = max(layout.tp * layout.cp, layout.ep * layout.etp)
     num_nodes = layout.pp * math.ceil(span / hardware.per_node) if layout.stage_size >= hardware.per_node else 1
     far = 1.0 if config.placement.mode == "split" else 1 - 1 / num_nodes
@@ -276,7 +276,7 @@ def generate_parts(
 def _decode_step(
     config: Config, dims: Dims, engine: EnginePlan, running: float, attended: float, hardware: Hardware
 ) -> dict[str, float]:
-    """Estimate the parts of a decode step of so many sequences, which attend to so many tokens each."""
+    """Estimate the parts of a decode step of that many sequences, which attend to that many tokens each."""
     tp, turns = config.rollout.engine.tp, config.rollout.engine.pp
     reduces = 2 * dims.num_layers
     states: float = running * dims.hidden * DTYPE_BYTES[config.model.dtype]

@@ -18,7 +18,7 @@ from megarl.plan.sizes import engine_bytes, plan_engine
 from megarl.weights.families import ModelSpec, read_model_spec
 
 PUBLISHED = PACKAGED / "model" / "hf"
-# A step of rows in proportion to the GPUs, but at least so many prompts; a quarter of them per optimizer step.
+# A step of rows in proportion to the GPUs, but at least this many prompts; a quarter of them per optimizer step.
 _PROMPTS_PER_GPU, _LEAST_PROMPTS, _MINI_BATCHES = 8, 256, 4
 SIZES, MOST_STAGES = (1, 2, 4, 8, 16, 32, 64), 16
 

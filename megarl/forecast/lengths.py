@@ -7,7 +7,7 @@ The density on [0, 1] that has the largest entropy for its mean is θ·e^{θx}/(
 import math
 from functools import cache
 
-# A decode loop is summed at so many points; steeper densities than this have all responses at an end.
+# A decode loop is summed at this many points; steeper densities than this have all responses at an end.
 POINTS, _STEEPEST = 16, 200.0
 
 

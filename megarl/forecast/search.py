@@ -24,7 +24,7 @@ from megarl.plan.run_plan import DevicePlan, EnginePlan
 from megarl.plan.sizes import plan_engine, plan_shards
 from megarl.types import Algorithm
 
-# Rows up to so many tokens are not split over context-parallel ranks.
+# Rows up to this many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
 # Parts of layers that backward may compute again, if the model has them.
 _PARTS: tuple[tuple[RecomputedModule, ...], ...] = (
@@ -164,7 +164,7 @@ def _places(search: LayoutSearch) -> Iterator[_Place]:
 
 
 def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
-    """Yield the layouts of so many ranks that divide the model, with tensor-parallel groups within a node."""
+    """Yield the layouts of that many ranks that divide the model, with tensor-parallel groups within a node."""
     num_layers, experts, given = search.spec.dims.num_layers, search.spec.dims.experts, search.base.actor.layout
     context = SIZES if max_row_tokens(search.base) > _SHORT_ROW else (1,)
     axes = {"tp": SIZES, "pp": SIZES, "cp": context, "ep": SIZES if experts else (1,)}

@@ -18,7 +18,7 @@ STORAGE_BYTES = 1e9
 
 
 def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, constants: Constants | None = None) -> StepCost:
-    """Forecast a step on GPUs with so much memory, whatever this machine is. Raises ConfigError as a run would."""
+    """Forecast a step on GPUs with that much memory, whatever this machine is. Raises ConfigError as a run would."""
     with assuming("cuda"):
         return _cost(size_run(config, device_bytes), constants or Constants())
 

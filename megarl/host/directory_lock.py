@@ -30,7 +30,7 @@ from megarl.host.writing import problem
 
 PLACE = "lock"
 BEAT_S = 2.0
-# A process on another host that has given no sign of life for so long is held for dead.
+# A process on another host that has given no sign of life for this long is held for dead.
 LOST_S = 30.0
 # The clocks of two hosts may differ, so even an owner that seems lost is watched for some beats.
 CONFIRM_S = 10.0

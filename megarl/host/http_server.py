@@ -112,7 +112,7 @@ class JsonReader:
         with SpooledTemporaryFile(MEMORY_BYTES) as body:
             self._unfinished.add(body)
             try:
-                # A number of thousands of digits is none for Python.
+                # Python refuses numbers of thousands of digits.
                 if int(request.headers.get("content-length", "0")) > self._max_bytes:
                     raise too_large
                 async for part in request.stream():

@@ -131,7 +131,7 @@ def read_script(path: Path, given: Sequence[str], command: int | None, *, run_an
     arguments = [each for each in given if not _VARIABLE.fullmatch(each)]
     followed = follow(path, variables=variables, arguments=arguments, run_anyway=run_anyway)
     runs = [_Run(execution=execution, commands=_trainings(execution)) for execution in followed.executions]
-    # A execution that fails before training is none of a run.
+    # An execution that fails before training is not a run.
     runs = [run for run in runs if run.commands or not run.execution.status]
     sites = sorted({site for run in runs for site, _ in run.commands}, key=lambda site: site[1:])
     if not sites:

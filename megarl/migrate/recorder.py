@@ -159,7 +159,7 @@ class Recorder:
         return found
 
     def explore(self) -> dict[str, Any]:
-        """Run the script for both outcomes of each place whose outcome the script does not decide itself."""
+        """Run the script for both outcomes of each condition that the script alone does not decide."""
         executions: list[dict[str, Any]] = []
         known: dict[str, str] = {}
         pending: list[tuple[str, ...]] = [()]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Attention of sequences whose lengths lie within a step of so many tokens is computed together, padded.
+# Attention of sequences whose lengths lie within a step of this many tokens is computed together, padded.
 _LENGTH_STEP = 16
 
 

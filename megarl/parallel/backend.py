@@ -83,8 +83,8 @@ BACKENDS = {
 def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
     """Return whether a layer's attention is megarl's `PackedAttention`.
 
-    It is so in layers that are not Transformer Engine's, and in those whose options that lacks: its ring of context-
-    parallel ranks has no windows, it caps no scores, and of its kernels only newer cuDNN's have sinks.
+    That is so without Transformer Engine, and for options that it lacks: windows under context parallelism, capped
+    scores, and sinks, which only its kernels of newer cuDNN have.
     """
     lacks = options.sinks or options.score_cap is not None or (cp > 1 and options.window is not None)
     return lacks or not BACKENDS[platform().name].uses_transformer_engine

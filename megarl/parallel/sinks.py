@@ -18,10 +18,10 @@ def attend_with_sinks(
     """Return softmax([scale·q·kᵀ, sinks])·[v, 0]: [S, heads, n, d] for query [S, heads, n, d], key and value [S,
     kv_heads, m, d] and sinks [heads].
 
-    A sink is the score of one more key, in front. In two more dimensions, this key is 1 and others are 0, and every
-    query has its head's sink: rounded, and what that left out. So torch's fused attention computes it, with gradients
-    for the sinks. seen: [n, m] which keys each query sees; None: query i sees keys 0 to i. Then one more query is in
-    front as well, so that the scores stay causal without a mask.
+    A sink is the score of one more key, put first. Two more dimensions, in which this key is 1 and others are 0, give
+    each query the sink of its head: rounded, and the remainder. So torch's fused attention computes it, with gradients
+    for the sinks. seen: [n, m] which keys each query sees; None: query i sees keys 0 to i, and one more query is put
+    first, so that the scores stay causal without a mask.
     """
     (*_, n, d), causal = query.shape, seen is None
     scale = d**-0.5 if scale is None else scale

@@ -85,7 +85,7 @@ def usable_bytes(device_bytes: int, *, shared: bool) -> int:
 
 
 def share_beside(num_bytes: int, device_bytes: int) -> float:
-    """Return the share of a device's memory that is left to an engine beside so many bytes, in steps of 0.05."""
+    """Return the share of a device's memory that is left to an engine beside that many bytes, in steps of 0.05."""
     return min(ENGINE_SHARE, math.floor((FILL * device_bytes - num_bytes) / device_bytes * 20) / 20)
 
 

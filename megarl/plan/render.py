@@ -27,7 +27,7 @@ def print_plan(
 ) -> None:
     """Plan a training run and print the plan, without starting anything.
 
-    forecast: returns the seconds of a step by phase, for devices with so many bytes.
+    forecast: returns the seconds of a step by phase, for devices with that many bytes.
     device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
     smallest device of this machine, if it has any.
     """

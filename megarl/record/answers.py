@@ -138,7 +138,7 @@ def majority_correct(answers: Sequence[JudgedAnswer]) -> float:
     """Return whether the majority's final answer is correct, as a share: 1 if it is, 0 if not.
 
     The majority are the answers of a prompt with the most frequent final answer (see `final_answer`), compared as text
-    without spaces; responses without a final answer do not vote, and of a conversation the last turn alone counts. If
+    without spaces; responses without a final answer do not vote, and only the last turn of a conversation counts. If
     several are most frequent, the result is the mean over them. It is 0 if no response has a final answer.
     """
     votes: dict[str, list[bool]] = defaultdict(list)
@@ -155,7 +155,7 @@ def results_by_source(
     """Compute a result for each data source of each file that has sampled answers, sorted by name.
 
     Answers that could not be judged may be missing; pass@k of a prompt with fewer than k answers uses all that it has.
-    unjudged: by file and data source, how many they are.
+    unjudged: their number by file and data source.
     """
     by_source: dict[tuple[str, str], list[JudgedAnswer]] = defaultdict(list)
     for answer in answers:

@@ -97,13 +97,13 @@ def complete_steps(root: Path) -> list[int]:
 def torn_steps(root: Path) -> list[int]:
     """List the steps whose checkpoint was never completed, or has been removed in part, in ascending order.
 
-    Links are none: what they lead to may be on storage that is not mounted now.
+    Links do not count: their targets may be on storage that is not mounted now.
     """
     return sorted(step for step, path in _step_dirs(root) if not path.is_symlink() and not (path / MARKER).exists())
 
 
 def _step_dirs(root: Path) -> list[tuple[int, Path]]:
-    """List the directories of checkpoints; those of other names, such as copies made by hand, are none."""
+    """List the directories of checkpoints; other names, such as those of copies made by hand, do not count."""
     names = ((path.name.removeprefix("step_"), path) for path in root.glob("step_*"))
     found = [(int(number), path) for number, path in names if number.isdecimal()]
     return [(step, path) for step, path in found if path == checkpoint_dir(root, step)]

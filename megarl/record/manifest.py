@@ -50,7 +50,7 @@ class Manifest:
 def damage_of(directory: Path) -> str | None:
     """Return what is wrong with a complete checkpoint, in words that name the files; None if nothing is.
 
-    Markers of earlier versions are empty: of such a checkpoint nothing is known.
+    Markers of earlier versions are empty: they say nothing about their checkpoint.
     """
     try:
         text = (directory / MARKER).read_bytes()

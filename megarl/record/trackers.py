@@ -19,9 +19,9 @@ from megarl.host.unicode import visible
 from megarl.host.writing import dispensable
 from megarl.record.metrics import MetricsRecord
 
-# Between two tries of what a tracker has not taken; after so many tries, a record is left out.
+# Between two tries of what a tracker has not taken; after this many tries, a record is left out.
 RETRY_S, TRIES = 30.0, 120
-# The same at the end of a run, which waits so long for its trackers.
+# The same at the end of a run, which waits this long for its trackers.
 LAST_RETRY_S, LAST_TRIES = 5.0, 3
 CLOSE_S = 60.0
 

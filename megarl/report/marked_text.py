@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from megarl.report.html import shown
 
-# A token whose log-prob a hint changes by so many nats has the full colour.
+# A token whose log-prob a hint changes by this many nats has the full colour.
 FULL_GAIN = 2.0
 
 # Tokens such as <|im_start|>, and tags such as <think> or </answer>.

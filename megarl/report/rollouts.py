@@ -22,7 +22,7 @@ from megarl.record.metrics import RunPaths, step_of
 from megarl.record.rollouts import RolloutRecord, read_rollouts
 
 BROWSER = Path(__file__).parent / "browser"
-# A piece ends with the sample that brings its texts to so many characters.
+# A piece ends with the sample that brings its texts to this many characters.
 PIECE_CHARS = 200_000
 PHASES = ("training", "validation", "validation, greedy")
 

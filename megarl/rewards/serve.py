@@ -27,7 +27,7 @@ from megarl.rewards.wire import NO_OPINION, UNJUDGED
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20
-# Clients without a key may leave so many requests unfinished. Each needs two descriptors once its body lies on disk.
+# Clients without a key may leave this many requests unfinished. Each needs two descriptors once its body lies on disk.
 MAX_STRANGERS = 1024
 KEEP_ALIVE_S = 10
 # Time that a stop waits for answers in progress.

@@ -124,7 +124,7 @@ def _written(answer: str) -> list[str]:
     if "e" in answer:
         return [answer, format(Decimal(answer), "f")] if abs(Decimal(answer).adjusted()) < 400 else [answer]
     number = float(answer)
-    # So many digits may have come from a number of 32 bits, or be meant.
+    # This many digits may have come from a number of 32 bits, or be meant.
     if len(answer) > 12 and abs(number) < 1e38 and repr(float(np.float32(number))) == answer:
         return [answer, format(Decimal(str(np.float32(number))), "f")]
     return [answer, answer[:-2]] if answer.endswith(".0") else [answer]

@@ -11,7 +11,7 @@ from megarl.rollout.engine_spec import EngineSpec, rounding_of
 
 
 def prepare_vllm(spec: EngineSpec) -> None:
-    """Import vLLM, after setting what it reads then, and before what extends it for the engine.
+    """Import vLLM, with the environment that it reads, and then the extensions that the engine needs.
 
     Raises ConfigError if this host's CPU cannot store keys and values in float8.
     """

@@ -16,13 +16,13 @@ from megarl.config.generation import RolloutConfig
 from megarl.rollout.engine import GenerationRequest
 from megarl.rollout.stepping import EngineLoad, EngineStepCost
 
-# An engine may have so many more requests than it decodes at a time: they begin without the driver.
+# An engine may have this many more requests than it decodes at a time: they begin without the driver.
 SPARE = 0.25
 # Seconds from the decision that a request moves until the other engine has it.
 MOVE_S = 0.1
 # How often what a move costs its requests it must save them: nobody knows how long they will be.
 MARGIN = 2.0
-# The mean length of responses is that of about so many.
+# The mean length of responses is that of about this many.
 _NUM_LENGTHS = 1024
 
 

@@ -73,7 +73,7 @@ class Scheduler:
     def takeable(self) -> int | None:
         """Return the oldest finished ticket that a step may take now, or None.
 
-        It is one of the `window` tickets from the oldest that was not taken: with window 1, that one or none.
+        It is among the first `window` tickets that were not taken; with window 1, the oldest or none.
         """
         waiting = self.waiting()
         return next((n for n in waiting if n in self._done and n < waiting[0] + self.window), None)

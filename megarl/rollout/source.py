@@ -68,7 +68,7 @@ class SamplingPlan:
 
 # Judges read one sample in each turn of the loop, so that no number of samples keeps it from what else there is to do.
 _one_at_a_time = asyncio.Lock()
-# Handing a response to a thread that decodes it takes about as long as decoding so many tokens.
+# Handing a response to a thread that decodes it takes about as long as decoding this many tokens.
 _LONG_TOKENS = 1024
 
 

@@ -22,7 +22,7 @@ MAX_TRIES = 3
 ERROR = "error"
 # A busy engine reports at least this often.
 REPORT_S = 0.5
-# Each step weighs so much less than the next one in the fit of their times, which thus follows the last thousands.
+# Each step weighs this much less than the next one in the fit of their times, which thus follows the last thousands.
 _DECAY = 0.9995
 
 

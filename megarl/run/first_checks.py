@@ -39,7 +39,7 @@ def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool)
     """Raise ConfigError or DataError if a run cannot start: its settings, its directory, a package, a file or code of
     users.
 
-    The run reads all of it again, and more of it.
+    The run reads all of that again, and more.
     """
     _check_settings(config, command)
     paths = RunPaths.of(config.run)

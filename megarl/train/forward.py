@@ -199,7 +199,7 @@ class ForwardStage:
     ) -> list[Row]:
         """Return the rows with what their teachers say of them; each teacher passes once over its own rows.
 
-        baseline: the rows after prompts with the hints of others, which are scored, too; empty: they are not.
+        baseline: the rows after prompts with others' hints, which are scored, too; empty: without them.
         """
         teachers = {uid: self.teacher_of(prompts[uid]) for uid in dict.fromkeys(row.uid for row in rows)}
         taught = list(rows)

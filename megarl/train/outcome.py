@@ -15,7 +15,7 @@ from megarl.types.judged import Trouble
 
 # If so large a share of the first responses is cut, engines probably do not know how the model ends an answer.
 MANY_CUT = 0.95
-# So many steps without anything to learn from are no accident.
+# This many steps without anything to learn from are no accident.
 NUM_FIRST_STEPS = 3
 # Outcomes of samples that nobody could judge, whatever the policy wrote.
 FAILURES = ("failed", "timed_out", "crashed", "unanswered")
@@ -90,7 +90,7 @@ class FirstSteps:
         read: Callable[[Sample], str],
         of_cut: Callable[[float], str],
     ) -> list[str]:
-        """Return what to warn of after a step.
+        """Return the warnings after a step.
 
         teaches: whether the step had something to learn from all the same. is_judged: whether rewards mean something.
         read: returns the text of a response. of_cut: returns the warning about a share of responses that were cut.

@@ -87,7 +87,7 @@ class ServedTeacher:
     ) -> None:
         """Open the client; ConfigError as in `TeacherServers`.
 
-        top_k: also ask for so many of the likeliest tokens. common: ids below this are the policy's tokens; None: all
+        top_k: also ask for that many of the likeliest tokens. common: ids below this are the policy's tokens; None: all
         of both are, as far as is known. num_rows: how many rows the policy's embedding has.
         """
         remedy = (

@@ -9,7 +9,7 @@ from megarl.errors import RunError
 from megarl.types import Row
 from megarl.types.messages import Role, UpdateResult
 
-# So many updates that should have moved weights, and did not, are no accident.
+# This many updates that should have moved weights, and did not, are no accident.
 MOST_IDLE = 3
 # An optimizer step that changes a smaller share of the weights is lost in their rounding.
 FEWEST_MOVED = 0.01

@@ -76,7 +76,7 @@ class ScoredBatch(_PaddedQuantities):
 
     uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool, rows
     cut at the length limit (None: no row). seed: determines this step's random choices. details: [B] each, the scorers'
-    other numbers by name, NaN where a row has none of this name. no_opinion: by name, [B] bool, the rows that rightly
+    other numbers by name, NaN where a row lacks it. no_opinion: by name, [B] bool, the rows that rightly
     have none, since no scorer has an opinion on them.
     """
 

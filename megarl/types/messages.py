@@ -165,8 +165,8 @@ class Teaching:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRequest:
     """A request for one forward pass of a role over a batch; log-probs and entropies are taken at `temperature`.
-    top_k: also find so many of the likeliest tokens at each place, and their log-probs.
-    common: distributions are those over the first tokens of the vocabulary alone, so many; None: over all.
+    top_k: also find that many of the likeliest tokens at each place, and their log-probs.
+    common: distributions are over this many first tokens of the vocabulary; None: over all.
     paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
     response token, KL(policy after the other prompt ‖ policy after the row's own).
     """

@@ -162,7 +162,7 @@ def _update(path: Path, options: Mapping[str, Any], module: str, pair: Mapping[s
 
 
 def _check_base(adapters: PeftAdapters, base: ModelSpec, tied: Collection[str]) -> None:
-    """Raise ConfigError unless the adapters are for tensors that a base has, and for all that they say they are for.
+    """Raise ConfigError unless a base has all tensors of the adapters, and these are all that the adapters declare.
 
     tied: heads that the adapters change as they change the embedding.
     """

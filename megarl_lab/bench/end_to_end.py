@@ -217,7 +217,7 @@ def run_trl(job: TrainingJob, out: Path, interpreter: str) -> ContenderRun:
 
 
 def make_prompts(directory: Path, count: int) -> Path:
-    """A file with so many questions of the built-in sums, which no scorer of megarl's knows."""
+    """A file with that many questions of the built-in sums, which no scorer of megarl's knows."""
     files = generate(TASKS.get("sums"), directory, GenerateConfig(num_sft=1, num_train=count, num_val=1))
     path = directory / "prompts.parquet"
     write_parquet(path, [{**row, "data_source": "bench"} for row in pq.read_table(files.train).to_pylist()])

@@ -45,7 +45,7 @@ WAYS = {
 
 
 def tree(shape: str, sharing: int, vocab: int, tokens: int) -> list[Row]:
-    """Make a tree of about so many different tokens."""
+    """Make a tree of about that many different tokens."""
 
     def unique(rows: Sequence[Row]) -> int:
         return sum(row.num_tokens - row.num_uncounted for row in counted_once(rows))

@@ -94,7 +94,7 @@ def config_of(model: Path, routing: str, *, num_engines: int) -> Config:
 
 
 async def sample(group: EngineGroup, prompt: Sequence[int], length: int) -> list[int]:
-    """Return the greedy tokens of a sample that may have so many; further requests go on where one moves."""
+    """Return the greedy tokens of a sample that may have that many; further requests go on where one moves."""
     tokens: list[int] = []
     engine: int | None = None
     while True:

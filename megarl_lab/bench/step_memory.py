@@ -119,7 +119,7 @@ def _rank(head: str, step: StepSizes, model: str, rank: int, rendezvous: str) ->
 
 
 def _update(worker: Any, step: StepSizes, num_tokens: int) -> Any:
-    """A step on rows with so many response tokens in all: GRPO with an entropy bonus."""
+    """A step on rows with that many response tokens in all: GRPO with an entropy bonus."""
     from megarl.algos.build import build_algorithm
     from megarl.config.algo import AlgoConfig
     from megarl.types import Row

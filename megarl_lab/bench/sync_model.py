@@ -119,7 +119,7 @@ def make_model(case: str, width: int, num_layers: int) -> Model:
 
 
 def model_sizes(num_bytes: int, num_layers: int) -> int:
-    """The width, a multiple of 16, whose model of so many layers comes closest to a size."""
+    """The width, a multiple of 16, whose model of that many layers comes closest to a size."""
     return round((num_bytes / (4 * _ELEMENTS * num_layers)) ** 0.5 / 16) * 16
 
 

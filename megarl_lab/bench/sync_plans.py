@@ -236,7 +236,7 @@ def _least_seconds(ends: _PlanInput, beside: Mapping[int, int], hosts: Mapping[i
 
 
 def planning(devices: Sequence[int]) -> tuple[dict[str, Any], bool]:
-    """Plan the scenarios of so many devices and print them; the record, and whether all is as it must be."""
+    """Plan the scenarios of that many devices and print them; the record, and whether all is as it must be."""
     scenarios = [scenario for scenario in SCENARIOS if scenario.size in devices]
     planned = []
     for scenario in scenarios:

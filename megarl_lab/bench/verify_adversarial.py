@@ -117,7 +117,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
 
 
 def make_responses(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Kind and response; two fifths are made by hypothesis, of the others each kind is as frequent."""
+    """Kind and response; two fifths are made by hypothesis, the kinds of the others are equally frequent."""
     rng = random.Random(seed)
     made = iter(hypothesis_made(count - count * 3 // 5, seed))
     for i in range(count):

@@ -17,7 +17,7 @@ from megarl_lab.schedules.simulate import Setting, SimulatedOutcome, simulate
 PICTURE = "plan_async.png"
 # A faster setting is recommended over one with less staleness only if it saves more than this share of a step.
 WORTH = 0.05
-# A simulation measures at least so many steps, and so many groups.
+# A simulation measures at least this many steps, and this many groups.
 LEAST_STEPS, LEAST_GROUPS = 8, 512
 
 

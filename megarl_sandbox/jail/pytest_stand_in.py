@@ -124,7 +124,7 @@ def parameter_sets(function: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def fixture_value(name: str, names: Mapping[str, Any]) -> Any:
-    """Return a new value of a fixture. TypeError if the test code defines none of this name."""
+    """Return a new value of a fixture. TypeError if the test code does not define it."""
     if name not in _FIXTURES:
         raise TypeError(f"no fixture {name!r} in the test code")
     function = _FIXTURES[name]

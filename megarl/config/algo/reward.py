@@ -69,7 +69,7 @@ class FilterConfig:
     # Replace discarded groups by sampling further prompts, with at most this many additional batches per step; 0:
     # do not replace them.
     max_refills: int = setting(0, AT_LEAST_0)
-    max_skipped_steps: int = setting(10, AT_LEAST_1)  # End the run when so many steps in a row have no group left.
+    max_skipped_steps: int = setting(10, AT_LEAST_1)  # End the run when this many steps in a row have no group left.
 
     def check(self, key: str) -> None:
         """Raise ConfigError for bounds that keep no group."""

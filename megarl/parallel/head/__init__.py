@@ -1,6 +1,6 @@
 """Compute log-probs and entropies from hidden states and an output weight whose vocabulary is sharded over ranks.
 
-logprobs        the entry point; it applies a memory memory_mode (recompute, keep, in_chunk) and kernels
+logprobs        the entry point; it applies a memory mode (recompute, keep, in_chunk) and kernels
 differentiable  the autograd functions of the three memory modes, which differ in what they keep for backward
 statistics      three floats per token and one all-gather, so that the vocabulary is never gathered
 gradients       the gradient of hidden states, reduced chunk by chunk, and of the weight, summed in place

@@ -1,4 +1,4 @@
-"""Define the log-prob head's autograd functions for three memory memory modes, which trade memory for recomputation.
+"""Define the log-prob head's autograd functions for three memory modes, which trade memory for recomputation.
 
 recompute   keeps only statistics; backward computes the logits again, chunk by chunk        8·N·H·V FLOP
 keep        keeps the raw logits [N, V/tp]; backward overwrites them with their gradient      6·N·H·V FLOP

@@ -104,7 +104,7 @@ def vocab_parallel_divergence(
         nucleus: log-probs are normalised over it; entropies and divergences are not.
 
     Raises:
-        ValueError: shapes or shards do not agree, β is none, or an option that the memory mode requires is missing.
+        ValueError: shapes or shards do not agree, β is None, or an option that the memory mode requires is missing.
     """
     if divergence is Divergence.JSD and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}, expected a number between 0 and 1; the ends are forward and reverse KL")

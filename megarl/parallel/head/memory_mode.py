@@ -1,4 +1,4 @@
-"""Choose how much memory the log-prob head trades for speed: its memory_mode, and how many tokens it processes at a
+"""Choose how much memory the log-prob head trades for speed: its memory mode, and how many tokens it processes at a
 time.
 
 This module does not import torch, so that `--dry-run` can use it quickly.
@@ -24,10 +24,10 @@ class HeadMemoryMode(StrEnum):
 
 
 def choose_memory_mode(setting: str, *, logits_bytes: int, memory_bytes: int, token_local: bool) -> HeadMemoryMode:
-    """Return the memory memory_mode that the setting names, or the fastest possible one if the setting is `auto`.
+    """Return the memory mode that the setting names, or the fastest possible one if the setting is `auto`.
 
     The fastest is keep if the logits fit into `memory_bytes`, else in_chunk if `token_local`, else recompute. All ranks
-    that share a pack must choose the same memory_mode.
+    that share a pack must choose the same mode.
     """
     if setting != AUTO:
         return HeadMemoryMode(setting)

@@ -1,4 +1,4 @@
-"""Apply the log-prob head to a packed model: choose the labels to compute, the memory memory_mode, and the gradient
+"""Apply the log-prob head to a packed model: choose the labels to compute, the memory mode, and the gradient
 buffers.
 """
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Statuses of a wrong URL, model or key, which no retry and no other row changes.
 _REFUSALS = (401, 403, 404, 405)
-# A retry may wait so long besides its own time limit.
+# A retry may wait this long besides its own time limit.
 _LONGEST_BACKOFF_S = 60.0
 
 

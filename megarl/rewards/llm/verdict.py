@@ -40,7 +40,7 @@ class VerdictReader:
         return {key: number for key, number in numbers.items() if number is not None}
 
     def _number(self, verdict: Any) -> float | None:
-        """Return the number of a verdict, scaled to 0 to 1 if there is a scale; None if it is none, or out of scale."""
+        """Return the number of a verdict, scaled to 0 to 1 if there is a scale; None if it is neither."""
         if isinstance(verdict, bool):
             verdict = "true" if verdict else "false"
         if isinstance(verdict, str) and (word := verdict.strip().casefold()) in self._labels:

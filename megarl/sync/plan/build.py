@@ -31,7 +31,7 @@ _LEAST_BUCKET, _LEAST_OF_MANY, _MOST_BUCKET = 1 << 20, 16 << 20, 64 << 20
 # So many blocks share a bucket at least, as larger ones would leave gaps; with many sources, smaller ones would be too
 # many to plan.
 _BLOCKS, _BLOCKS_OF_MANY = 4, 2
-# The room in a bucket is counted in so many parts.
+# The room in a bucket is counted in this many parts.
 _PARTS_OF_BUCKET = 16
 
 

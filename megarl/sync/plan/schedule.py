@@ -20,7 +20,7 @@ from megarl.sync.plan.assign import Block, Hosts, Layer
 Transfer: TypeAlias = tuple[int, int, bool, int, Block]
 # How much longer a byte takes between hosts (400 Gb/s) than within one (NVLink 4, 450 GB/s).
 _BETWEEN_HOSTS = 9
-# So many sources of a layer stand for all of them: a stage has up to hundreds, and they are asked for alike.
+# This many sources of a layer stand for all of them: a stage has up to hundreds, and they are asked for alike.
 _SAMPLE = 8
 
 

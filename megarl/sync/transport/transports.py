@@ -53,7 +53,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process's process_plan of a sync plan: the messages that it sends or receives, and how to reach other
+    """One process's part of a sync plan: the messages that it sends or receives, and how to reach other
     processes.
 
     messages: in the plan's order. specs: the full tensors. needs: the boxes of each tensor that an engine worker needs.

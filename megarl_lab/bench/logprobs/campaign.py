@@ -28,7 +28,7 @@ PACKAGES = ("torch", "megatron-core", "liger-kernel", "triton", "cut-cross-entro
 class CampaignSettings:
     """The measurements of a run.
 
-    timed_rows: times are taken up to so many rows. exact_rows: as many are compared with dense float64 at the largest
+    timed_rows: times are taken up to that many rows. exact_rows: as many are compared with dense float64 at the largest
     vocabulary too, if a single rank has all of it.
     """
 
@@ -261,7 +261,7 @@ def _describe(agreement: HeadAgreement | None) -> str:
 
 
 def gemm_bound_s(measurements: Mapping[str, Measurement], num_gemms: int) -> float | None:
-    """Seconds of so many products of one size: 4 as measured; 3 without the one that forward has."""
+    """Seconds of that many products of one size: 4 as measured; 3 without the one that forward has."""
     bound = next((m for name, m in measurements.items() if CONTENDERS.get(name).kind is Kind.BOUND), None)
     if bound is None or bound.median_total_s is None or bound.median_forward_s is None:
         return None

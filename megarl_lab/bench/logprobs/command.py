@@ -74,7 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def to_settings(arguments: argparse.Namespace) -> CampaignSettings:
-    """Options over defaults; ConfigError for a name that is none, or a device that is not there."""
+    """Options over defaults; ConfigError for an unknown name or a missing device."""
     device, defaults = arguments.device, QUICK if arguments.quick else FULL[arguments.device]
     if device == "cuda" and not nvidia_devices():
         raise ConfigError("--device cuda: no NVIDIA device is here; use --device cpu")
