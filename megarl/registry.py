@@ -208,7 +208,7 @@ def require_known(declared: str, names: Iterable[str], known: Sequence[str]) -> 
 
 
 def require_fields(declared: str, names: Iterable[str], cls: type[Any]) -> None:
-    """Raise ValueError if a registration declares a name that is no field of the dataclass `cls`."""
+    """Raise ValueError if a registration declares a name that is not a field of the dataclass `cls`."""
     require_known(declared, names, [field.name for field in fields(cls)])
 
 

@@ -30,7 +30,7 @@ _BINDERS: Mapping[re.Pattern[str], str] = {
         (rf"(?P<scope>^[^,]*,\s*(?:(?:where|for|with)\s+)?{_LETTER}\s*{_DOMAIN}\s*$)", ""),
     )
 }
-# Commands and words are no letters; neighbouring letters are factors.
+# Commands and words are not letters; neighbouring letters are factors.
 _TOKEN = re.compile(r"\\[a-zA-Z]+|(?<![a-zA-Z])(?:and|or|if|for|where|with|is|not|odd|even|prime)(?![a-zA-Z])|[a-zA-Z]")
 # In `e` and `i` are constants, and `d` stands before what is integrated over.
 _FRESH = "wvuzyxtsrqpnmlkjhgfcba"

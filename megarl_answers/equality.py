@@ -188,7 +188,7 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
     if not names:
         return None
     groups = [structure.parse_group(union) for union in unions]
-    # Bare numbers are no bounds.
+    # Bare numbers are not bounds.
     is_list = {group.opening for group in groups if group is not None} >= {"", "("}
     return Equality.DIFFERENT if len(names) > 1 or is_list else compare(unions[0], unions[1])
 
@@ -266,7 +266,7 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
         parts = parts[::-1]
     if is_supposed(parts[0]) or any(DENYING & set(part.lower().split()) for part in parts):
         return Equality.DIFFERENT
-    # What asks for a computation only names its value.
+    # A question for a computation only names its value.
     named = [part for part in parts[:-1] if not _NAME.fullmatch(part) and refusal(part) != COMPUTATION]
     if not all(compare(part, parts[-1]) is Equality.EQUAL for part in named):
         return Equality.DIFFERENT

@@ -9,14 +9,14 @@ MAX_DIGITS = 50
 MAX_DEPTH = 20
 COMPUTATION = "asks for a computation"
 
-# Commands that leave the computation to the scorer: repeating the question is no answer to it.
+# Commands that leave the computation to the scorer: repeating the question is not an answer to it.
 _WORK = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim|limsup|liminf|det|gcd|lcm|min|max|sup|inf|deg|operatorname)(?![a-zA-Z])"
     r"|\\frac\s*\{\s*d(?:[^{}]|\{[^{}]*\})*\}\s*\{\s*d\s*\\?[a-zA-Z]|\\partial|\\bmod|\\pmod|\\mod(?![a-zA-Z])|\bmod\b"
 )
 _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
 # Refused are 2^3^4 and, within the braces of an exponent, powers of anything but a name: e^{x^2} is safe, 9^{9^9} not.
-# x^2y^2 is no chain.
+# x^2y^2 is not a chain.
 _CHAINED_POWER = re.compile(r"\^\s*(?:[\d.]+|[a-zA-Z])\s*\^")
 # Algebra would drop the base of 2516_8, the prime of f'(x), the dots of 7… and the T of a transposed matrix, subtract
 # within a date, and sort the letters of an angle.

@@ -95,7 +95,7 @@ def _values_by_name(text: str) -> dict[str, str] | None:
 
 
 def _in_order(values: Mapping[str, str] | None, other: str) -> str | None:
-    """Return named values as a tuple in the order of the alphabet, None if `other` is no tuple or names are not
+    """Return named values as a tuple in the order of the alphabet, None if `other` is not a tuple or names are not
     neighbours.
     """
     group = structure.parse_group(other) if values else None
@@ -130,7 +130,7 @@ def same_angle(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 
 
 def same_closing_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Refuse words after an answer that are no unit and not in the other one: `0 is wrong` is no multiple of 0."""
+    """Refuse words after an answer that are neither a unit nor in the other one: `0 is wrong` is not 0."""
     words = []
     for text in (answer, gold):
         match = None if split_unit(text).unit else _CLOSING_WORDS.fullmatch(text)

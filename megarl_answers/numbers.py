@@ -98,7 +98,7 @@ def join_digits(text: str) -> str:
     r"""Join numbers of several parts in a text: `1 234` and `1'234` → `1234`, `3 \frac{1}{2}` → `\frac{7}{2}`, and a
     repeating decimal to its fraction, `0.\overline{3}` → `\frac{3}{9}`.
 
-    Other numbers side by side stay as they are: `20 22` is no number.
+    Other numbers side by side stay as they are: `20 22` is not a number.
     """
     if not any(character.isdigit() for character in text):
         return text

@@ -155,7 +155,7 @@ _DELIMITERS = _marked(
     # Spelled thus, these are marks of thousands wherever they stand; a comma alone may separate elements.
     (r"(?<=\d)(?:,\s*\\!\s*|\{,\})(?=\d{3}(?!\d))", ""),
     (r"\\\$", "$"),
-    # What prints a number of an equation, or says that a proof ends.
+    # Commands that print a number of an equation, or say that a proof ends.
     (r"\\tag\*?\s*\{[^{} ]{0,8}\}|\\label\s*\{[^{}]*\}|\\(?:blacksquare|checkmark|qed|square)(?![a-zA-Z])", " "),
     (r"\{:\}|\\colon(?![a-zA-Z])", ":"),
     (r"\\(?:mathbf|mathds|Bbb|bf)\s*\{?\s*([RZNQC])(?![a-zA-Z])\s*\}?", r"\\mathbb{\1}"),
@@ -168,7 +168,7 @@ _DELIMITERS = _marked(
     (r"(?<!\\)\\[()\[\]]", " "),
     (r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),
     (r"(?<!\\)\\[,;:!> ]|~|\\space(?![a-zA-Z])", " "),
-    # Two spaces, which are no mark of thousands.
+    # Two spaces, which do not mark thousands.
     (r"\\(?:q?quad|enspace|enskip)(?![a-zA-Z])|\\[hm]s(?:kip|pace\*?)\s*(?:\{[^{}]*\}|-?[\d.]+\s*[a-z]{2})", "  "),
     (r"\\(?:neg)?(?:thin|med|thick)space(?![a-zA-Z])|\\nobreakspace(?![a-zA-Z])", " "),
     # Outside of LaTeX, the root is of the whole number.

@@ -29,7 +29,7 @@ _NUMBER_GOES_ON = re.compile(
     r"|[a-zA-Z](?![a-zA-Z])|[eE][-+]?\d"
 )
 _ORDINAL = re.compile(r"\s?-?\s?\^?\s?\{?(?:\\text\s*\{\s*)?(?:st|nd|rd|th|fold|ish)\b")
-# What may stand between a number and the words that it belongs to.
+# This may stand between a number and the words that it belongs to.
 _BESIDE = r"(?:\s|[$€£({\[\\*:]|\b(?:the|an?|exactly|value|number|even|about)\b)*$"
 _ENDS_BOUND = (
     r"(?:less|more|greater|fewer|larger|smaller|bigger|higher|lower|other|different)\s+(?:than|from)(?:\s+or\s+equal\s+to)?"

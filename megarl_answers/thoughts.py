@@ -3,7 +3,7 @@
 import re
 
 _NAME = r"(?:[a-z]+[:_])?(?:think(?:ing)?|thoughts?|reasoning)(?::[a-z]+)?"
-# Marks that are no tags, in order: Mistral, Kimi, Cohere, Open Thoughts, Gemma (twice), gpt-oss, Apertus, PLaMo.
+# Marks that are not tags, in order: Mistral, Kimi, Cohere, Open Thoughts, Gemma (twice), gpt-oss, Apertus, PLaMo.
 _PAIRS = {
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",

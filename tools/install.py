@@ -133,7 +133,7 @@ def create(venv: Path, kind: str = "megarl") -> None:
     if importlib.util.find_spec("ensurepip") is None:
         fail("this Python has no complete venv module; on Debian and Ubuntu: apt-get install python3-venv")
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
-        fail(f"{venv} exists and is no virtual environment; remove it or name another: make install VENV=DIR")
+        fail(f"{venv} exists and is not a virtual environment; remove it or name another: make install VENV=DIR")
     say(f"making {venv} with Python {version}")
     if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) != 0:
         fail(f"Python {version} could not make {venv}; its reason is above")

@@ -27,7 +27,7 @@ LOG_RATIO = "distill_log_ratio"
 REVERSE_KL = "distill/reverse_kl"
 # Name of the quantity with the share of `coef` that counts on each token, where it is not 1 on all of them.
 SHARE = "distill_share"
-# What the loss reads of rows.
+# The columns of rows that the loss reads.
 LOSS_QUANTITIES = frozenset({TokenQuantity.TEACHER_LOGPROBS, LOG_RATIO, SHARE})
 
 

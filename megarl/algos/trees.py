@@ -95,7 +95,7 @@ def later_sums(values: Tensor, after: Tensor, discount: float = 1.0) -> Tensor:
     >>> later_sums(tensor([[1.0, 10.0, 100.0]]), torch.tensor([[-1, 0, 0]]), 0.5).tolist()
     [[56.0, 10.0, 100.0]]
     """
-    # What follows nothing goes to the last line.
+    # Tokens that follow nothing go to the last line.
     sums = torch.nn.functional.pad(values, (0, 1)).t().contiguous()
     rows = torch.arange(len(values), device=values.device)
     for place in range(len(sums) - 2, 0, -1):
@@ -127,7 +127,7 @@ def token_after(tree: TurnTree) -> Tensor:
     index = torch.where(mask, of_token, num_turns)
     ends = torch.full((len(mask), num_turns + 1), -1, device=mask.device).scatter_reduce(1, index, places, "amax")
     for turn in range(1, num_turns):
-        # A turn without loss tokens hands on what it follows. The last column is no turn's.
+        # A turn without loss tokens hands on what it follows. The last column does not belong to a turn.
         own, before = ends[:, turn], tree.after[:, turn, None]
         ends[:, turn] = torch.where(own < 0, ends.gather(1, before.where(before >= 0, num_turns))[:, 0], own)
     before = torch.nn.functional.pad(places, (1, 0), value=-1)[:, :-1].cummax(-1).values if places.numel() else places

@@ -278,7 +278,7 @@ class EngineGroup:
 
     async def _parts(self) -> "dict[asyncio.Future[Completion], Completion]":
         while self._moves:
-            # What it has taken from an engine is nowhere else.
+            # A sample that it has taken from an engine is nowhere else.
             await asyncio.wait(set(self._moves))
         found = await self._answers(VllmEngine.unfinished, doing="asking for unfinished samples")
         # Samples that had finished before are on their way.

@@ -12,7 +12,7 @@ from megarl.host.janitor import SHM_DIR
 from megarl.host.memory import memory_limits, physical_memory
 from megarl.weights.families import read_model_spec
 
-# What everything but rows takes: requests to engines, completions, the results of small calls.
+# Room for everything but rows: requests to engines, completions, the results of small calls.
 LEAST_MIB = 256
 # The smallest store with which Ray starts.
 _RAY_LEAST_MIB = 75

@@ -96,7 +96,7 @@ def known_remedy(error: Exception, logged: Iterable[str] = ()) -> str | None:
 
 
 def _log_lines(temp_dir: Path) -> Iterator[str]:
-    """Yield the last lines that the processes of a Ray logged, without those that are no errors."""
+    """Yield the last lines that the processes of a Ray logged, without those that are not errors."""
     for pattern in _LOGS:
         for file in sorted((temp_dir / RAY_DIRECTORY / "session_latest" / "logs").glob(pattern)):
             with file.open("rb") as stream:

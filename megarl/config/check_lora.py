@@ -57,7 +57,7 @@ def check_lora_sync(config: Config) -> None:
             f"actor.lora.rank: got {rank}, but vLLM makes room for ranks of at most {ENGINE_RANKS[-1]}; lower it, or "
             "set actor.lora.sync=merged"
         )
-    # What does not go along with it, and why.
+    # Settings that do not go along with it, and why.
     hindrances = {
         "sync.delta=true": (config.sync.delta, "every element of an adapter changes in every step"),
         f"sync.dtype={config.sync.dtype}": (config.sync.dtype, "adapters are small, and sent as they are"),

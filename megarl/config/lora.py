@@ -30,7 +30,7 @@ class LoraConfig:
     sync: Literal["auto", "adapter", "merged"] = "auto"
     # Directory with adapters to begin with, as PEFT writes them; null: A is random, B is 0.
     path: str | None = None
-    # What a run ends with. adapter: a directory as PEFT writes it, export_adapter; merged: a model with the adapters
+    # The export of a run. adapter: a directory as PEFT writes it, export_adapter; merged: a model with the adapters
     # merged into its weights in float32, export, which is then rounded to model.dtype.
     export: Literal["adapter", "merged", "both"] = "adapter"
 

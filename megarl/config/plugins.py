@@ -55,7 +55,7 @@ class Plugin:
         return Path(self.name).name if self.is_file else self.name
 
 
-# What the plugins that this process has run have registered, and the plugins whose parts are in force.
+# Registrations of the plugins that this process has run, and the plugins whose parts are in force.
 _registered: dict[Plugin, list[Registration]] = {}
 _active: list[Plugin] = []
 

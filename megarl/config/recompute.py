@@ -21,7 +21,7 @@ class RecomputeConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     # With selective: the parts, by Megatron's names. mlp: the MLP of dense layers; moe: all of a layer's experts, with
     # their communication; shared_experts; moe_act: the products of gate and up in experts, with grouped GEMMs;
-    # layernorm: norms that are no part of a matrix product; mla_up_proj: heads of latent attention; core_attn: scores,
+    # layernorm: norms that are not part of a matrix product; mla_up_proj: heads of latent attention; core_attn: scores,
     # which flash attention never keeps. null: mlp and moe.
     recompute_modules: tuple[RecomputedModule, ...] | None = None
     # With full: how many layers of each model chunk are recomputed, while the others keep everything; null: all.

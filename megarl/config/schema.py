@@ -314,7 +314,7 @@ def role_settings(config: Config) -> dict[str, ActorConfig]:
             micro_batch_tokens=own.micro_batch_tokens or actor.micro_batch_tokens,
         )
     if config.algo.distill.averages:
-        # Of an actor with adapters, these alone are averaged.
+        # Only the adapters of an actor are averaged.
         settings["teacher"] = replace(settings["teacher"], lora=actor.lora)
     settings["reward_model"] = replace(settings["reward_model"], lora=config.reward_model.lora)
     settings["critic"] = replace(

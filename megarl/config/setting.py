@@ -62,7 +62,7 @@ def _is_url(text: str) -> bool:
     try:
         address = urlsplit(text)
         return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         return False
 
 

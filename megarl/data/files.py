@@ -165,7 +165,7 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
 
 
 class JsonlFile:
-    """The JSON objects of a file's lines, some keys only (`present`: the first row's); empty lines are no rows.
+    """The JSON objects of a file's lines, some keys only (`present`: the first row's); empty lines are not rows.
 
     Iteration raises DataError for a row with a value of a key of `unread`.
     """

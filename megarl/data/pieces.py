@@ -15,7 +15,7 @@ _NEIGHBOURS = ("\n", "a", ".", "1", " ")
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Encode a text as it is, without the tokens that a tokenizer adds to texts that are no chats."""
+    """Encode a text as it is, without the tokens that a tokenizer adds to texts that are not chats."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

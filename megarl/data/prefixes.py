@@ -64,7 +64,7 @@ def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:
     found, earlier = list[tuple[int, int]](), list[int]()
     for i, row in enumerate(rows):
         place = bisect.bisect(earlier, rank[i])
-        # Of the rows in the order of their tokens, one beside this one shares most.
+        # In the order of tokens, one of the two rows beside this one shares most with it.
         beside = [by_tokens[other] for other in earlier[max(place - 1, 0) : place + 1]]
         count, holder = max(((count_shared(row, rows[other]), -other) for other in beside), default=(0, 0))
         found.append((-holder, count))

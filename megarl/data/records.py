@@ -100,7 +100,7 @@ def prompt_columns(form: DataConfig) -> tuple[str, ...]:
     return (form.prompt_key, form.source_key, label, "extra_info", "system")
 
 
-# Of files without a required column.
+# The remedy for files without a required column.
 NAME_COLUMNS = "set data.prompt_key and data.label_key to the columns with prompt and right answer"
 
 

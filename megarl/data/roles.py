@@ -75,7 +75,7 @@ class RoleCheck:
             chats.append([*probes[:-1], thought])
         try:
             texts = render_chats(self._tokenizer, chats, add_generation_prompt=opened)
-        except TemplateRefusal:  # What it says of the chat itself names the row.
+        except TemplateRefusal:  # Its message about the chat itself names the row.
             return
         for i, message in enumerate(probes):
             # Some templates write everything in small or capital letters.

@@ -20,7 +20,7 @@ def special_tokens_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.
     added = tokenizer.added_tokens_decoder.values()
     # Some tokenizers do not call all marks of their template special. Words and spaces are not marks.
     own = {t.content for t in added if t.special or (t.content in written and re.search(r"[^\w\s]", t.content))}
-    # Of two marks that begin alike the longer one counts.
+    # The longer one of two marks that begin alike counts.
     found = sorted({*tokenizer.all_special_tokens, *own}, key=len, reverse=True)
     return re.compile("|".join(re.escape(mark) for mark in found if len(mark) > 1) or r"(?!)")
 

@@ -73,7 +73,7 @@ def answer_form(tokenizer: "PreTrainedTokenizerBase") -> AnswerForm:
         if not found:
             break
         lead = before.removeprefix(prompt)
-        # What stands between an answer and the next question, if the template has such chats.
+        # The text between an answer and the next question, if the template has such chats.
         followed: str | None = None
         with suppress(TemplateRefusal):
             (text,) = render_chats(tokenizer, [[*chat, ANSWER, QUESTION]], add_generation_prompt=False)
@@ -169,7 +169,7 @@ def stop_tokens_of(
 
     declared: see `declared_stop_tokens`. stop, stop_token_ids: the settings of `rollout`.
 
-    Raises ConfigError if the template ends answers with a text that is no token, unless `stop` has it, or a token that
+    Raises ConfigError if the template ends answers with text that is not a token, unless `stop` has it, or a token that
     is declared an end stands for a piece of text.
     """
     eos: int = tokenizer.eos_token_id
@@ -190,7 +190,7 @@ def stop_tokens_of(
         tails = [form.tail[: form.tail.index(text) + len(text)] for text in stop if text in form.tail]
         if not tails:
             raise ConfigError(
-                f"model.path: the chat template ends an answer with {form.tail.strip()!r}, which is no token of the "
+                f"model.path: the chat template ends an answer with {form.tail.strip()!r}, which is not a token of the "
                 f"tokenizer, so that engines do not stop there; set rollout.stop to {[form.tail.strip()]}, or let the "
                 f"template write a token such as {tokenizer.eos_token!r}"
             )

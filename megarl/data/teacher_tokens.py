@@ -64,7 +64,7 @@ def compare_tokens(tokenizer: "PreTrainedTokenizerBase", answers: Answers, path:
         )
     if stop_tokens.token_ids and stop_tokens.token_ids[-1] not in known:
         warnings.append(
-            f"{key}: the policy's template ends answers with {stop_tokens.names[0]!r}, which is no end for the "
+            f"{key}: the policy's template ends answers with {stop_tokens.names[0]!r}, which does not end them for the "
             "teacher; answers may be taught to go on after it"
         )
     if render_chats(tokenizer, [[QUESTION]]) != render_chats(own, [[QUESTION]]):

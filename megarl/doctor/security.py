@@ -46,7 +46,7 @@ def check_security(run_dir: Path | None, require_plain_data: Callable[[Path], No
             yield shared_directory_finding(root)
     if SHM_DIR.is_dir():
         yield shared_directory_finding(SHM_DIR)
-    # Of all users' runs.
+    # Those of all users' runs.
     temporary = [path for root in candidates() for path in root.glob(f"{PREFIX}*")] + [*SHM_DIR.glob("megarl-*")]
     yield open_files_finding(temporary)
     own = [each.pid for each in psutil.process_iter(["uids"]) if each.info["uids"].real == os.getuid()]

@@ -23,7 +23,7 @@ from megarl.types import Message, Prompt
 KEY = "environment.entries.*.arguments"
 # The chat's URL is its secret; clients want some key all the same.
 API_KEY = "megarl"
-# What is kept of a program's output, from its end: of this, the last line counts.
+# This much of the end of a program's output is kept; its last line counts.
 MOST_OUTPUT_BYTES, MOST_ERROR_BYTES = 1 << 20, 1 << 14
 
 

@@ -98,7 +98,7 @@ class Chat:
         """Begin without chats; `parse` finds the policy's calls of tools, if any are looked for."""
         self.key = secrets.token_urlsafe(16)
         self._parse = parse
-        # Of each answered turn: the messages up to the answer, and the tools. Its text, by the message that was sent.
+        # The messages up to the answer, and the tools, of each answered turn. Its text, by the message that was sent.
         self._answered: list[tuple[list[_Said], Sequence[Mapping[str, Any]]]] = []
         self._texts: dict[_Said, str] = {}
         self.turns: dict[str, list[int]] = {}
@@ -206,7 +206,7 @@ class Chat:
         num_tries = body.get("n") or 1
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
         for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
-            # A client that gave up waiting asks again, which is no further turn.
+            # A client that gave up waiting asks again: that is not a further turn.
             is_same = (waiting.said, waiting.tools, waiting.num_tries) == (said, tools, num_tries)
             if is_same and await waiting.is_gone():
                 waiting.answer.cancel()
@@ -279,7 +279,7 @@ def _read_message(message: Any, place: str) -> _Said:
     content = message.get("content") or ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise RequestError(f"{place}.content has a part that is no text, expected text alone")
+        raise RequestError(f"{place}.content has a part that is not text, expected text alone")
     text = "".join(str(part.get("text", "")) for part in parts)
     calls = []
     for call in message.get("tool_calls") or ():

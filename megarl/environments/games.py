@@ -27,7 +27,7 @@ class GuessingGame(Environment):
     """A game in which the policy guesses a number; after a wrong guess it reads the range that is left, as `32-63`.
 
     A row's `extra_info` has `number`, `low`, `high` and `guesses`, the number of guesses. The reward is 1 for a right
-    guess. A turn that is no number within the first range ends the game.
+    guess. A turn that is not a number within the first range ends the game.
     """
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:

@@ -27,7 +27,7 @@ Parse: TypeAlias = Callable[[str], Any]
 class GymnasiumEnvironment(Environment):
     """An environment of Gymnasium (the package `gymnasium`), made by its id.
 
-    The first observation follows the prompt's messages, which should explain the game. A turn that is no action is
+    The first observation follows the prompt's messages, which should explain the game. A turn that is not an action is
     answered with what is wrong, and changes nothing. Samples of one prompt start from the same state: the seed is the
     row's `extra_info["seed"]`, or else follows from the prompt's id. A conversation goes on after a resume by playing
     its actions again, which assumes that the environment depends on nothing but its seed.

@@ -12,7 +12,7 @@ from megarl.forecast.recorded import COUNTERS, column, recorded_steps
 from megarl.forecast.step import DEVICE_BYTES, planned_step
 from megarl.record.metrics import RunPaths
 
-# What a step consists of beside generation and the weights' sync.
+# The parts of a step beside generation and the weights' sync.
 _TRAINED = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
 
 
@@ -41,7 +41,7 @@ def calibrate(recorded: Path, *, device_bytes: int = DEVICE_BYTES) -> Constants:
     )
     train = float(np.median(sum(column(steps, f"timing_s/{phase}") for phase in _TRAINED)))
     if planned.overlaps:
-        # What it waited for is not what engines worked.
+        # It did not wait for all of the engines' work.
         generate = busy / config.rollout.engine.num_engines or planned.generate
     return Constants(
         mean_share=published.mean_share,

@@ -13,7 +13,7 @@ from megarl.types.messages import Role
 
 # Memory of the GPU that is assumed where none is named: an H100.
 DEVICE_BYTES = 80 << 30
-# What a node writes to shared storage per second, with nothing to spare.
+# A node writes so much to shared storage per second, a low estimate.
 STORAGE_BYTES = 1e9
 
 
@@ -30,7 +30,7 @@ def planned_stop(config: Config) -> StopForecast:
         cost, num_bytes = _cost(run, Constants()), 0.0
     for role in (role for role in run.roles if role.trainable):
         mine = [shard for shard in run.shards if shard.role == role.role]
-        # Of adapters, only these are written.
+        # Only adapters are written, if there are any.
         trained = sum(shard.num_trained_parameters for shard in mine) / sum(shard.num_parameters for shard in mine)
         count = role_plan(role, run.specs[role.role]).num_parameters * min(1.0, trained)
         num_bytes += checkpoint_bytes(int(count), DTYPE_BYTES[role.model.dtype], 1, shard=0, portable=False)

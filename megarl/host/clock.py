@@ -21,7 +21,7 @@ class _Clock:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        # What the clock showed at a time; replaced as a whole.
+        # The clock's reading, and when it was read; replaced as a whole.
         self._shown = now, now
         threading.Thread(target=self._look, name="clock", daemon=True).start()
 

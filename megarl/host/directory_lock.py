@@ -37,7 +37,7 @@ CONFIRM_S = 10.0
 LOOK_S = 0.5
 _MAX_TRIES = 100
 _DIGITS = 6
-# What a storage answers for a file that another process has removed; NFS may know it by its old handle only.
+# The errors of a storage for a file that another process has removed; NFS may know it by its old handle only.
 _GONE = (errno.ENOENT, errno.ESTALE)
 # Errors of a rename by which it says that another process was faster.
 _TAKEN = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE)

@@ -87,7 +87,7 @@ def exit_on_errors() -> Iterator[None]:
         if isinstance(error, OSError) and (cause := storage_cause(error)) is not None:
             path = Path(os.fsdecode(cause.filename or "."))
             _fail(StorageError(f"{path.absolute()}: {problem(cause, path)}"), EXIT_FAILED)
-        # What a user's code raised in this process.
+        # An error of a user's code in this process.
         if not (place := place_of(error)):
             raise
         traceback.print_exception(error)

@@ -48,8 +48,8 @@ def descriptor_limit() -> int:
 def bound(server: uvicorn.Server, listener: str, *, max_strangers: int = MAX_STRANGERS) -> uvicorn.Server:
     """Let no client fill or block a server that has not started yet, and return it.
 
-    A connection is a stranger's until `trust` is called for one of its requests, and while it waits for its client. Of
-    those there are at most `max_strangers`; for one more, the oldest is closed. Connections that were trusted, or wait
+    A connection is a stranger's until `trust` is called for one of its requests, and while it waits for its client. At
+    most `max_strangers` of those are open: for one more, the oldest is closed. Connections that were trusted, or wait
     for an answer, stay. listener: its name where strangers are counted.
     """
     if not server.config.loaded:
@@ -151,7 +151,7 @@ class JsonReader:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 class _Connections(ServerState):

@@ -30,7 +30,7 @@ class Listener:
 def listeners(pids: Iterable[int]) -> list[Listener]:
     """Find the listening sockets of processes, in the order of the processes; those that have ended have none.
 
-    A process without a name of its own, such as `python`, goes by the first argument that is no option.
+    A process without a name of its own, such as `python`, goes by the first argument that is not an option.
     """
     found = []
     for pid in pids:

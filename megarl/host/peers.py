@@ -98,7 +98,7 @@ class _Door:
 
     def __init__(self, stack: contextlib.ExitStack, rank: int, size: int) -> None:
         self._rank, self._size, self._num_strangers = rank, size, 0
-        # What callers have sent that have not proven anything yet.
+        # The bytes so far of callers that have not proven anything yet.
         self._hellos = dict[socket.socket, bytes]()
         self._peers = dict[int, socket.socket]()
         if (address := os.environ.get("MEGARL_HOST_ADDRESS", LOOPBACK)) == LOOPBACK:

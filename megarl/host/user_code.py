@@ -60,7 +60,7 @@ def note_user_file(path: Path) -> None:
 
 def mistake(path: Path, error: BaseException) -> ConfigError:
     """Return the error to raise for what a user's file raised when it was run."""
-    # Of text with null bytes, Python names no file.
+    # Python does not name the file of text with null bytes.
     if isinstance(error, SyntaxError) and error.filename in (str(path.absolute()), None):
         where = f"{path}:{error.lineno or 1}"
         return ConfigError(damage(path, "Python", error, where=where, remedy=FIX))
@@ -72,7 +72,7 @@ def mistake(path: Path, error: BaseException) -> ConfigError:
 
 def told(error: BaseException) -> str:
     """Return what users' code raised, and what to do about it, for a message that has named the place."""
-    # Of a package's name, the first part is what is missing.
+    # The first part of a package's name is missing.
     lacking = error.name if isinstance(error, ModuleNotFoundError) else None
     remedy = f"install {lacking.partition('.')[0]}, or add its directory to PYTHONPATH" if lacking else FIX
     return f"{type(error).__name__}: {reason_of(error)}; {remedy}"

@@ -35,7 +35,7 @@ _PATH_REMEDIES: Mapping[int, str] = {
     errno.EEXIST: "choose another run.dir",
     errno.EISDIR: "remove this directory",
 }
-# What storages answer that cannot flush a directory.
+# The errors of storages that cannot flush a directory.
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _warned: set[str] = set()
 

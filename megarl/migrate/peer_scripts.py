@@ -24,7 +24,7 @@ _LAUNCHERS: Mapping[str, str] = {
 _SLIME = (re.compile(r"(\S*/)?train(_async)?\.py"), ("--hf-checkpoint", "--rollout-batch-size", "--actor-num-nodes"))
 # Hydra's arguments: `name=value`, `+name=value`, `++name=value`, and `~name`, which takes the option out.
 _OVERRIDE = re.compile(r"(~|\+{0,2})(?P<name>[\w$./-]+)(?:@[\w$.-]*)?(?:=(?P<value>.*))?", re.ASCII | re.DOTALL)
-# What an option is that runs as a command.
+# An option that ran as a command.
 _ORPHAN = re.compile(r"--?[A-Za-z].*|[+~]{0,2}[A-Za-z_]\w*(\.\w+)+(=.*)?", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 

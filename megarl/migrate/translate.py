@@ -202,7 +202,7 @@ def rows_as_prompts(value: Any, options: Options) -> Any:
     """Return OpenRLHF's train_batch_size, a number of rows, as a number of prompts."""
     samples = int(options["n_samples_per_prompt"])
     if value % samples:
-        raise ConfigError(f"{value} rows are no whole number of prompts with {samples} samples each")
+        raise ConfigError(f"{value} rows are not a multiple of {samples} samples per prompt")
     return min(value // samples, int(options["rollout_batch_size"]))
 
 

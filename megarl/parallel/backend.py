@@ -129,7 +129,7 @@ def prepare_megatron() -> None:
     if BACKENDS[platform().name].uses_transformer_engine:
         from megatron.core.tensor_parallel import layers
 
-        # Of Megatron's own linear layers only the output layer is built, which refuses fusion without apex. It never
+        # Only the output layer is one of Megatron's own linear layers. It refuses fusion without apex, and never
         # computes: the log-prob head takes its weight.
         layers._grad_accum_fusion_available = True
     if BACKENDS[platform().name].needs_shim:
@@ -182,7 +182,7 @@ def module_spec(part: Any) -> "ModuleSpec":
     return ModuleSpec(module=module, submodules=params.pop("submodules"), params=params)
 
 
-# What megarl relies on: modules of megatron.core, a function or class in each, and the arguments or fields that it has.
+# megarl relies on these modules of megatron.core, a function or class in each, and its arguments or fields.
 _RELIED_ON = (
     ("distributed", "finalize_model_grads", ("num_tokens",)),
     ("dist_checkpointing", "save", ("async_sharded_save", "content_metadata")),

@@ -32,7 +32,7 @@ from megarl.parallel.packing import PackSeqParams
 from megarl.weights.dims import DeltaNet, Dims
 
 _CHUNK = 64
-# What FLA's kernels, like transformers, add to the squared norms of queries and keys.
+# FLA's kernels, like transformers, add this to the squared norms of queries and keys.
 _NORM_EPS = 1e-6
 
 # The q, k [S, n, H, d], v [S, n, H, e], g and β [S, n, H] of the rows of a call.
@@ -125,7 +125,7 @@ class PackedDeltaNet(MegatronModule):
         self.tp_group, self.layer_number, self.sizes = pg_collection.tp, layer_number, sizes
         size = self.tp_group.size()
         self.num_keys, self.num_values = sizes.num_key_heads // size, sizes.num_value_heads // size
-        # Of one key head.
+        # Value heads per key head.
         self.ratio = sizes.num_value_heads // sizes.num_key_heads
         self.width = 2 * sizes.key_dim + self.ratio * sizes.value_dim
         options = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}

@@ -61,7 +61,7 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Megatron mistakes its own wrappers for Transformer Engine, and then compares with names that are no types.
+    # Megatron mistakes its own wrappers for Transformer Engine, and then compares with names that are not types.
     multi_latent_attention.HAVE_TE = False
     # Besides its own layers, Megatron accepts only this name for projections into latents.
     multi_latent_attention.Linear = ReplicatedLinear

@@ -28,7 +28,7 @@ class Layout:
     ep_group: dist.ProcessGroup
     etp_group: dist.ProcessGroup
     expert_replica_group: dist.ProcessGroup
-    # What Megatron's pipeline schedules ask for.
+    # The groups that Megatron's pipeline schedules ask for.
     schedule_groups: ProcessGroupCollection
 
     @property

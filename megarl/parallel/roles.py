@@ -201,7 +201,7 @@ class HeadAwareDdp(DistributedDataParallel):
     Autograd then has no gradient for an untied weight, without which Megatron refuses to overlap: a gradient that is
     not there might still come. Here it is final, since the head's part is added before autograd reaches the weight.
 
-    With `overlap_param_gather`, a module waits for its own weights before it computes. The head is no module of
+    With `overlap_param_gather`, a module waits for its own weights before it computes. The head is not a module of
     Megatron's, so what is still missing after the layers is waited for there.
     """
 
@@ -275,7 +275,7 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Hea
     return wrapped
 
 
-# By the setting `algorithm`. Muon's settings are Adam's too, with which Megatron trains what is no matrix.
+# By the setting `algorithm`. Muon's settings are Adam's too, with which Megatron trains what is not a matrix.
 _BUILDERS: dict[str, Callable[..., MegatronOptimizer]] = {
     "adam": get_megatron_optimizer,
     "muon": get_megatron_muon_optimizer,
@@ -287,7 +287,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Optimizer
     settings = optimizer_settings(config, chunks[0].module.config.params_dtype)
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         if config.algorithm == "muon" and name.endswith("value_head.weight"):
-            # Its one row is no matrix to orthogonalize.
+            # Its one row is not a matrix to orthogonalize.
             parameter.is_embedding_or_output_parameter = True
     optimizer = _BUILDERS[config.algorithm](MegatronOptimizerConfig(**settings), list(chunks))
     for group in optimizer.param_groups:

@@ -15,7 +15,7 @@ from megarl.weights.dims import Experts
 
 # Share of a device's memory that a plan may fill: it leaves out what libraries take.
 FILL = 0.9
-# An H100 of 80 GiB reports 79.1. Of these, the CUDA context of a process and NCCL's buffers take so many bytes; an
+# An H100 of 80 GiB reports 79.1. The CUDA context of a process and NCCL's buffers take so many bytes; an
 # engine keeps as many while it sleeps.
 REPORTED, PROCESS_BYTES = 79.1 / 80, int(1.8 * 2**30)
 # Share that an engine takes where nothing else is.

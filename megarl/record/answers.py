@@ -42,7 +42,7 @@ class JudgedAnswer:
     correct: bool
     finish_reason: str
     num_response_tokens: int
-    # Of a conversation: the response by authors, and how many tools were called.
+    # For a conversation: the response by authors, and how many tools were called.
     turns: tuple[Turn, ...] = ()
     num_calls: int = 0
 

@@ -139,7 +139,7 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
     damaged: dict[Path, str] = {}
     whole: Path | None = None
     steps = complete_steps(root)
-    # What is on storage that is away for now must not be done again.
+    # Steps on storage that is away for now must not be done again.
     for path in (root.parent, root, *(path for step, path in _step_dirs(root) if not steps or step > steps[-1])):
         if path.is_symlink() and not path.exists():
             raise DataError(

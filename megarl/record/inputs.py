@@ -120,7 +120,7 @@ class RunInputs:
                         prints[below] = replace(each, full=full)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps. Files that an argument names and the run itself writes are no inputs."""
+        """Return what a checkpoint keeps. Files that an argument names and the run itself writes are not inputs."""
         return {
             key: [
                 (name, {below: list(asdict(each).values()) for below, each in prints.items()})
@@ -195,7 +195,7 @@ def _named(text: str, *, is_free: bool) -> list[str]:
 
 
 def _is_input(word: str) -> bool:
-    """Return whether a word names a file that is no program of the machine, such as an interpreter."""
+    """Return whether a word names a file that is not a program of the machine, such as an interpreter."""
     with suppress(OSError, ValueError):
         if Path(word).is_file():
             with Path(word).open("rb") as file:

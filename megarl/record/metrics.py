@@ -67,7 +67,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
-        """Return the paths of the run with these settings. Raises ConfigError if its name is no name of a directory."""
+        """Return the paths of the run with these settings; raise ConfigError if its name cannot name a directory."""
         check_values(run, (), "run")
         return cls(Path(run.dir) / run.name)
 

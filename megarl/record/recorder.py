@@ -132,7 +132,7 @@ class RunRecorder:
         except OSError as error:
             raise ConfigError(f"run.dir: cannot make {self.paths.root}: {problem(error, self.paths.root)}") from error
         if resumed_step is None:
-            # Of a run that ended before its first metrics.
+            # These are of a run that ended before its first metrics.
             for lines in (self.paths.timeline, self.paths.problems, self.paths.warnings):
                 lines.unlink(missing_ok=True)
         write_settings(self.paths.root, config)

@@ -43,7 +43,7 @@ class RolloutRecord:
     hint_gain: tuple[float, ...] = ()
     base_advantage: tuple[float, ...] = ()
     divergence: tuple[float, ...] = ()
-    # Of a conversation: the response by authors, and how many tools were called.
+    # For a conversation: the response by authors, and how many tools were called.
     turns: tuple[Turn, ...] = ()
     num_calls: int = 0
 

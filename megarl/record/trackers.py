@@ -166,7 +166,7 @@ def _mlflow(package: Any, run: TrackedRun) -> OpenedRun:
         package.set_tag("resumed_step", str(run.resumed_step))
 
     def log(metrics: Mapping[str, float], step: int, time_s: float) -> None:
-        # MLflow refuses names with other characters, such as the @ of pass@k, and those that are no plain path.
+        # MLflow refuses names with other characters, such as the @ of pass@k, and those that are not plain paths.
         names = {name: re.sub(r"[^/\w.\- :]|\.\.", "_", name.replace("@", "_at_")) for name in metrics}
         named = {names[name]: value for name, value in metrics.items()}
         package.log_metrics(named, step=step, timestamp=int(time_s * 1000))

@@ -138,7 +138,7 @@ def hover_strips(ax: Axes, over: str) -> str:
         if line.get_transform() == ax.transData:
             name = names.get(line.get_color(), "") if label in ("", "nolegend") or label.startswith("child") else label
             for x, y in zip(np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float), strict=True):
-                # Of a line and its moving mean, the former is drawn first.
+                # A line is drawn before its moving mean.
                 points.setdefault(float(x), {}).setdefault(name, float(y))
     every = sorted(points)
     kept = every[:: -(-len(every) // MAX_STRIPS) or 1]

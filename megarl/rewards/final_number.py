@@ -42,8 +42,8 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any])
     """Score 1 if the line after the last `####` in the last 300 characters is a number with the value of the ground
     truth, else 0.
 
-    `####18`, `#### **18**`, `#### $18.00` and `#### 18 apples` are 18; `18 or 19` and `18 and a half` are no number.
-    Raises DataError for a ground truth that is no number.
+    `####18`, `#### **18**`, `#### $18.00` and `#### 18 apples` are 18; `18 or 19` and `18 and a half` are not numbers.
+    Raises DataError for a ground truth that is not a number.
     """
     plain = normalise_number(ground_truth)
     if not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?", plain):

@@ -131,7 +131,7 @@ class Judging:
 
     def read(self, sample: Sample) -> str:
         """Return the text of a sample's last turn, in whichever thread."""
-        # The text of an environment is no answer of the policy.
+        # The text of an environment is not an answer of the policy.
         return self.manager.decode(sample.last_turn_ids.tolist())
 
     def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:

@@ -117,7 +117,7 @@ def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """
     rewards = [verdict.reward for verdict in verdicts]
     judged = [reward for reward in rewards if reward is not None]
-    # Details that some judged rows lack cannot be sent: null is no opinion.
+    # Details that some judged rows lack cannot be sent: null is not an opinion.
     known = [{*reward.details, *reward.no_opinion} for reward in judged]
     shared = set.intersection(*known) if known else set()
     logged = shared & {name for reward in judged for name in reward.details}

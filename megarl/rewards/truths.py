@@ -14,7 +14,7 @@ from megarl.data.answer_span import final_answer
 from megarl.errors import DataError
 
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d\d+)?")
-# What marks the answer in a worked solution; scorers of mathematics read boxes themselves.
+# The mark of the answer in a worked solution; scorers of mathematics read boxes themselves.
 _MARKED = re.compile(r"^\s*####|</answer>", re.MULTILINE)
 _BOXED = re.compile(r"\\boxed\s*\{")
 # A full stop that ends a sentence, and spaces.

@@ -55,10 +55,10 @@ _SCHEMA = pa.schema(
         ("segments", pa.list_(_SEGMENT)),
         ("prompt", pa.string()),
         ("routed_experts", _EXPERTS),
-        # Of the environment: its reward of each segment, and an `Episode` as JSON; null without an environment.
+        # The environment's reward of each segment, and an `Episode` as JSON; null without an environment.
         ("rewards", pa.list_(pa.float64())),
         ("episode", pa.string()),
-        # Of each fork its start and the token that it follows; none in records of earlier versions.
+        # The start of each fork and the token that it follows; none in records of earlier versions.
         ("forks", pa.list_(pa.list_(pa.int64()))),
     ]
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_PAUSE_S = 0.02
 # How often vLLM is given a request that it ends with an error of its own, such as keys and values that it lost.
 MAX_TRIES = 3
-# What vLLM then gives as the reason.
+# vLLM's reason then.
 ERROR = "error"
 # A busy engine reports at least this often.
 REPORT_S = 0.5

@@ -113,7 +113,7 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     If neither run has a critic, settings of the critic are ignored: checkpoints of earlier versions may hold unused
     ones.
     """
-    # Of other plugins, nothing is known here.
+    # Nothing is known here of other plugins.
     if old.algo.plugins == new.algo.plugins and not any(estimator_of(each.algo).needs_values for each in (old, new)):
         old = replace(old, critic=new.critic)
     return [f"{key}: {before} → {after}" for key, before, after in differences(masked_config(old), masked_config(new))]

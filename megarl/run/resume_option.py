@@ -7,7 +7,7 @@ from typing import ClassVar
 class ResumeOption(argparse.Action):
     """The option --resume, also as --resume=newest-whole, which wins: the script of a Slurm job always adds the first.
 
-    Its values are those of `megarl.record.checkpoints.Resume`. It is no option with an optional value, which would take
+    Its values are those of `megarl.record.checkpoints.Resume`. Its value is not optional for argparse, which would take
     the run file that may follow.
     """
 

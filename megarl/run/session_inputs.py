@@ -132,7 +132,7 @@ class SessionInputs:
                 )
 
     def check_pairs(self, rows: Sequence[Row]) -> None:
-        """Raise DataError for rows that are no pairs, or of which a micro-batch cannot hold both."""
+        """Raise DataError for rows that are not pairs, or of which a micro-batch cannot hold both."""
         limit, half = self.config.actor.micro_batch_tokens, len(rows) // 2
         if len(rows) % 2:
             raise DataError(

@@ -65,7 +65,7 @@ class TrainInputs:
     conversations: ConversationEncoder | None
     train: PromptDataset
     val: PromptDataset | None
-    # What the teachers' tokens have in common with the policy's, and how many from the first on; None: all.
+    # How many tokens, from the first on, the teachers have in common with the policy; None: all.
     teachers: tuple[TeacherTokens, ...] = ()
     common_tokens: int | None = None
 

@@ -31,7 +31,7 @@ from megarl.host.user_code import place_in
 from megarl.host.writing import dispensable, replacing
 from megarl.types import Prompt
 
-# To import torch takes long on a busy machine, and is no fault of the user's code.
+# Importing torch takes long on a busy machine, which is not the fault of the user's code.
 START_S = 600.0
 _MOST_PRINTED, _TAIL_BYTES = 1_000_000, 1 << 20
 _ROOT = str(Path(__file__).parents[2])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # How long to wait at the end for processes that users' code has left.
 _FORKED_S = 0.5
-# Of single calls, where no configuration says it.
+# For single calls, where no configuration says it.
 _LIMIT_S = 30.0
 
 # A function or a class.
@@ -259,7 +259,7 @@ def main() -> None:
     if trial.config.algo.plugins or trial.file:
         import megarl.algos.rehearsal  # noqa: F401 - so that its import does not count
 
-    # What users' code prints may be caught.
+    # The output of users' code may be caught.
     errors = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
     faulthandler.enable(errors)
     if trial.config.run.rehearsal_s is not None:

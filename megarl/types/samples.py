@@ -76,7 +76,7 @@ class Prompt:
     demonstration_ids: an answer with which samples can start; it ends in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
     target: the text of the data's own answer, where hints are made of it; empty: none. environment: the environment
-    that replies to answers; empty: the first answer ends a sample. label: a truth that is no text. is_text: no chat.
+    that replies to answers; empty: the first answer ends a sample. label: a truth that is not text. is_text: no chat.
     """
 
     uid: str

@@ -85,7 +85,7 @@ def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) ->
         a = dict.fromkeys(HFTensor(f"{each.name}.lora_A.weight", (rank, each.shape[1])) for each in matrices)
         b = (HFTensor(f"{each.name}.lora_B.weight", (each.shape[0], rank)) for each in matrices)
         for letter, partition, tensors in zip("ab", splits, (a, b), strict=True):
-            # Of Transformer Engine's names, those of grouped experts do not end so: their adapters are not grouped.
+            # Transformer Engine's names of grouped experts do not end so: their adapters are not grouped.
             names = (f"{rule.names[0].removesuffix('.weight')}.lora.{letter}",)
             yield replace(rule, names=names, partition=partition, tensors=tuple(tensors))
 

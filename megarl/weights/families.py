@@ -44,7 +44,7 @@ class PlacedRule:
 
 
 MODEL_REMEDY = "copy the model again"
-# What to do about quantised weights, by `quant_method`.
+# The remedy for quantised weights, by `quant_method`.
 _DEQUANTIZED = {"mxfp4": "write them in bfloat16 with `megarl convert dequantize {directory} --out DIR`, and use DIR"}
 _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
 
@@ -231,7 +231,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
     try:
         check_twins(file, family, config)
         if family.section is not None:
-            # What both have, such as whether embeddings are tied, the larger model says.
+            # Where both have a value, such as whether embeddings are tied, the larger model's counts.
             config = {**config[family.section], **config}
         config = {**family.defaults, **config}
         _require_described(file, family, config, quantized)

@@ -116,7 +116,7 @@ def local_model(name: str, key: str, *, weights: bool = True) -> str:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             problem = f"downloading it from {hub} (HF_ENDPOINT) to {cache} (HF_HOME) failed: {reason}"
         raise ConfigError(
-            f"{key}: got {name!r}, which is no directory here, and as the id of a model: {problem}. Correct it; or, "
+            f"{key}: got {name!r}, which is not a directory here, and as the id of a model: {problem}. Correct it; or, "
             f"where the hub can be reached, run `huggingface-cli download {named['id']} --local-dir DIR` "
             f"(`hf download` in newer versions), and set {key}=DIR"
         ) from error

@@ -12,7 +12,7 @@ from megarl.weights.rules import Family
 from megarl.weights.stacked_blocks import STACKED_EXPERTS
 from megarl.weights.tables import register_family, register_multimodal
 
-# Of gated delta nets and the attention beside them.
+# For gated delta nets and the attention beside them.
 _HYBRID_DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,

@@ -8,7 +8,7 @@ from megarl.weights.rules import Family
 
 # A family whose models have these keys has defaults for them.
 MULTIPLIER_KEYS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-# What transformers takes for Granite's where config.json has none.
+# transformers takes these for Granite's where config.json has none.
 NO_MULTIPLIERS = dict.fromkeys(MULTIPLIER_KEYS, 1.0)
 
 

@@ -17,11 +17,11 @@ from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import map_tensors, same_bytes
 from megarl.weights.tables import OUTPUT_HEAD
 
-# What PEFT calls its files, and puts before the names of tensors.
+# PEFT's names of its files, and its prefix of the names of tensors.
 ADAPTER_CONFIG, ADAPTER_FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 _PICKLE = "adapter_model.bin"
 _MERGE_ELSEWHERE = "merge the adapters with peft (merge_and_unload), and use the model that it saves"
-# Of PEFT's options, those with which an adapter is more, or other, than W + s·B·A, and what it is then.
+# PEFT's options with which an adapter is more, or other, than W + s·B·A, and what it is then.
 _VARIANTS: Mapping[str, str] = {
     "use_dora": "DoRA also scales the rows of weights",
     "bias": "biases of the base are trained, too",
@@ -37,13 +37,13 @@ _VARIANTS: Mapping[str, str] = {
 }
 # LinkSettings to begin that leave the base's weights as they are; others take the adapter's first product out of them.
 _BEGINNINGS = (None, True, False, "", "gaussian", "eva", "orthogonal")
-# What the base of adapters must have in common with that which they were trained on; shapes are compared one by one.
+# The base of adapters must agree in these with that which they were trained on; shapes are compared one by one.
 _OF_BASE = (
     *("dims", "rope_theta", "rope_scaling", "norm_eps", "multipliers"),
     *("local_rope", "score_scale", "score_cap", "logit_cap"),
 )
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB])(?(kind)(\.default)?|\.weight)")
-# What data parallelism, compilation and FSDP put before the names of the modules that they wrap.
+# Data parallelism, compilation and FSDP put these before the names of the modules that they wrap.
 _WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_fsdp_wrapped_module)\.")
 _NAMED = 3
 

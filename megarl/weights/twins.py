@@ -20,7 +20,7 @@ _EXPERT_SYNONYMS = (
 )
 # Further names of rope types, as vLLM takes them.
 _OLD_ROPE_TYPES = {"su": "longrope", "mrope": "default"}
-# What engines read of the language model's section of a larger model's file, and never above it.
+# Engines read these in the language model's section of a larger model's file, and never above it.
 _OF_SECTION = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
     "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters layer_types sliding_window "

@@ -65,7 +65,7 @@ CONTENDERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertCost:
-    """Of a conversion. peak_mib: of all its processes together, beyond what imports take.
+    """The costs of a conversion. peak_mib: of all its processes together, beyond what imports take.
 
     read_ratio: bytes asked of the source's files / bytes of the model's tensors.
     """

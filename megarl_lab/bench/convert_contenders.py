@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has started and waited for."""
+    """Sum over this process and those that it has started and waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

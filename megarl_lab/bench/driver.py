@@ -73,7 +73,7 @@ NUM_SAMPLES, PROMPT_TOKENS, TIMEOUT_S = 8, 128, 600.0
 MAX_CPU_S, MAX_BYTES = 0.12, 60.0
 # How often the driver's memory is looked at.
 LOOK_S = 0.01
-# What the line begins with that has the results as JSON.
+# The line with the results as JSON begins with this.
 _JSON = "json: "
 
 
@@ -105,7 +105,7 @@ class MadeRollouts:
     def settle(self) -> None: ...
 
     def generate(self) -> None:
-        """Make the engines' answers, which is no work of the driver."""
+        """Make the engines' answers, which is not the driver's work."""
         random = np.random.default_rng(0)
         for length in self.lengths:
             ids = random.integers(0, 150_000, length, dtype=np.int32)

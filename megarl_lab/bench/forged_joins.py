@@ -70,7 +70,7 @@ def hear(caller):
     held[caller] += got
     while len(held[caller]) >= 48:
         size, kind, slot, offset, length, _ = struct.unpack("6Q", held[caller][:48])
-        # What else is answered, such as HTTP, is no group's.
+        # Other answers, such as HTTP, do not come from a group.
         if not 48 <= size <= 60000 or kind > 8:
             held[caller] = b""
             return

@@ -133,7 +133,7 @@ def measure(model: str, path: Path, ranks: Sequence[int], turns: int) -> list[Up
     return [each.finish() for each in contenders]
 
 
-# What a contender's process holds.
+# A contender's process holds these.
 _process: dict[str, Any] = {}
 
 

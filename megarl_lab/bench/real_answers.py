@@ -42,7 +42,7 @@ class MathProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Of one set under one scorer: how many were judged, how many were correct, and those that were not as wanted."""
+    """Counts of one set under one scorer: answers judged, answers correct, and those that were not as wanted."""
 
     data: str
     check: str

@@ -40,13 +40,13 @@ from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 ROUTINGS = ("in_turns", "by_load")
 NUM_SLOTS = 8
 MIX = Mix()
-# Of `by_load` to `in_turns`.
+# Ratios of `by_load` to `in_turns`.
 LIMITS = {"idle": 0.5, "step_s": 0.8}
 # About what a step of the tiny model costs on a core, and the seconds from the driver to an engine.
 COST = EngineStepCost(base_s=0.0025, sequence_s=0.00012, prompt_token_s=0.00002)
 DELAY_S = 0.01
 TIMEOUT_S = 300.0
-# What else is simulated: the number of engines and the mix.
+# Also simulated: the number of engines and the mix.
 OTHERS: Sequence[tuple[int, Mix]] = (
     (2, replace(MIX, sigma_prompts=1.0)),
     (2, replace(MIX, sigma_prompts=0.8, sigma_samples=0.8)),

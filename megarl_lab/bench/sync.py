@@ -33,7 +33,7 @@ _RUN_S = 1800.0
 # Allocations above this many bytes are given back when freed, so that a peak is what was needed at a time.
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
 PEERS = ("megatron-core", "all-gather")
-# Of the faster peer's time. Full shapes between hosts are packed, and their loader makes a copy that no peer makes.
+# Shares of the faster peer's time. Full shapes between hosts are packed; only their loader makes a copy.
 TIME_LIMITS = {"megarl, gloo, full shape": 1.15}
 # An engine gets full shapes: through shared memory within its host, over gloo from another one. Peers use gloo too.
 OURS = (
@@ -46,7 +46,7 @@ OURS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCost:
-    """Of all ranks together; seconds of the slowest."""
+    """Results of all ranks together; seconds of the slowest."""
 
     case: str
     model_bytes: int
@@ -144,7 +144,7 @@ def lacking_bytes(case: str, model_bytes: int) -> int:
 
 
 def gates(measured: Sequence[SyncCost]) -> Iterator[Gate]:
-    """Of one case and size. Of all-gather's bytes a third is possible only where receivers sit well."""
+    """Check one case and size. A third of all-gather's bytes is possible only where receivers sit well."""
     found = {each.contender: each for each in measured}
     peer, gathered, case = found["megatron-core"], found["all-gather"], measured[0].case
     minimum = lacking_bytes(case, measured[0].model_bytes)

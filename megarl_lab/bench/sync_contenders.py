@@ -60,7 +60,7 @@ class SyncJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """Of one rank and contender: what it received from others, messages it sent, memory beyond its shards, and the
+    """The costs of one rank and contender: what it received, messages it sent, memory beyond its shards, and the
     time of a round.
     """
 

@@ -92,7 +92,7 @@ SCENARIOS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpread:
-    """Of bytes over ranks."""
+    """Bytes over ranks."""
 
     least: int
     mean: float
@@ -159,7 +159,7 @@ def plan_scenario(scenario: Scenario) -> Planned:
 
 
 def _slots(shared: np.ndarray, tp: int) -> list[int]:
-    """Of each worker a device; engines stay on the devices that they have in order."""
+    """Choose a device for each worker; engines stay on the devices that they have in order."""
     blocks = range(0, len(shared), tp)
     return [
         start + slot for start in blocks for slot in best_neighbours(shared[start : start + tp, start : start + tp])

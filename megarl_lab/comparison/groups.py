@@ -17,7 +17,7 @@ CLEAR_P_VALUE = 0.05
 _OWN_SETTINGS = ("algo.", "run.", "logging.")
 
 
-# What runs can be grouped by: the algorithm, or the run's name without its seed (`cpo-wide-seed2` → `cpo-wide`).
+# Runs can be grouped by the algorithm, or the run's name without its seed (`cpo-wide-seed2` → `cpo-wide`).
 GROUPINGS: Mapping[str, Callable[[Run], str]] = {
     "algo": lambda run: visible(str(run.config.get("algo", {}).get("name"))),
     "name": lambda run: visible(str(run.config.get("run", {}).get("name"))).rpartition("-seed")[0] or run.label,

@@ -34,7 +34,7 @@ def convert_math(
         left_out: problems that must not be written, such as those of the test split.
 
     Raises:
-        DataError: a problem or solution is no text, a level is unknown, or a solution states no answer. The message
+        DataError: a problem or solution is not text, a level is unknown, or a solution states no answer. The message
             names the row.
     """
     rows: list[dict[str, Any]] = []

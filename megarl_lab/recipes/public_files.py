@@ -26,7 +26,7 @@ def convert_countdown(path: Path, out: Path) -> None:
     truths.
 
     Raises:
-        DataError: a target or a number is no integer; the message names the row.
+        DataError: a target or a number is not an integer; the message names the row.
     """
     files, rows = RowFiles([path], columns=_COUNTDOWN_COLUMNS, required=_COUNTDOWN_COLUMNS), []
     for index, row in enumerate(files):

@@ -52,7 +52,7 @@ class MeasuredRun:
 
 
 def measure(run_dir: Path) -> MeasuredRun:
-    """Fit costs to a run's steps. Raises DataError if RUN is no run, or has too few steps or no rollouts."""
+    """Fit costs to a run's steps. Raises DataError if RUN is not a run, or has too few steps or no rollouts."""
     paths = RunPaths(run_dir)
     config, steps = recorded_steps(paths)
     workload = Workload(

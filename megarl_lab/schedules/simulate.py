@@ -146,7 +146,7 @@ class _Engine:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        # Of each sequence: its ticket, the tokens that it will have, and those of its prompt.
+        # The ticket of each sequence, the tokens that it will have, and those of its prompt.
         self._waiting: deque[tuple[int, int, int]] = deque()
         # The same, after the number of decode steps at which the sequence ends.
         self._running: list[tuple[float, int, int, int]] = []

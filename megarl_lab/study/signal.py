@@ -160,7 +160,7 @@ def signals_of(place: str, inputs: CpoInputs) -> Iterator[tuple[Signal, Tensor]]
     for estimator in MI_ESTIMATORS:
         for shuffled in (False, True):
             if shuffled and MI_ESTIMATORS.get(estimator).uses_hint_kl:
-                continue  # which is no difference of log-probs
+                continue  # which is not a difference of log-probs
             signal = Signal(place=place, estimator=estimator, shuffled=shuffled, excluded=False)
             yield signal, -mutual_information(inputs, estimator, shuffled_baseline=shuffled)
 

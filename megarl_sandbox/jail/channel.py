@@ -23,7 +23,7 @@ class Channel:
             left = left[os.write(self._writer, left) :]
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message. EOFError at the end of the other side, ValueError for what is no message."""
+        """Wait for the next message. EOFError at the end of the other side, ValueError for anything but a message."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > self._limit:
             raise ValueError(f"got a message of {length} bytes, expected at most {self._limit}")

@@ -33,7 +33,7 @@ class ProcessFamily:
         self._table = table
         self._kills_all = kills_all
         self._user = user
-        # The device of a program's input, which is no file of its own.
+        # The device of a program's input, which is not a file of its own.
         with open(os.memfd_create("device"), "rb") as file:
             self._memory = os.fstat(file.fileno()).st_dev
         # This process's number in the table.

@@ -22,7 +22,7 @@ _NEVER_RAISED = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "Keyboa
 
 
 class BrokenProgram(BaseException):
-    """The error of a program that ended, or answered what is no answer. No test code is to catch it."""
+    """The error of a program that ended, or whose answer cannot be read. Test code must not catch it."""
 
 
 class Peer:
@@ -35,7 +35,7 @@ class Peer:
         self._errors: dict[str, type[BaseException]] = {}
         self._lent: list[Any] = []
         self._compared: set[tuple[int, int]] = set()
-        # What the test made of each class, with the arguments, and the classes' names by which objects were equal.
+        # The objects that the test made of each class, with the arguments; names of classes whose objects were equal.
         self.made: list[tuple[RemoteObject, Any, RemoteObject]] = []
         self._equal: set[str] = set()
 

@@ -51,7 +51,7 @@ def classes_of(tree: ast.AST) -> set[str]:
     an instance, or compares two things that they have made. Any other upper-case name may be a function's.
     """
     nodes = list(ast.walk(tree))
-    # What a name makes, also under the names to which it is assigned, and as the value of a function.
+    # The object that a name makes, also under names to which it is assigned, and as the value of a function.
     made: dict[str, str] = {}
 
     def maker(node: ast.AST | None) -> str | None:
@@ -64,7 +64,7 @@ def classes_of(tree: ast.AST) -> set[str]:
                 return maker(left) or maker(right)
         return None
 
-    # What a function returns is known only after its body.
+    # The value of a function is known only after its body.
     for node in nodes * 2:
         match node:
             case ast.Assign(targets=[target], value=value):

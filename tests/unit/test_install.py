@@ -254,7 +254,7 @@ def test_a_missing_venv_module_is_told_what_to_do(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path: Path) -> None:
     kept = tmp_path / "thesis.tex"
     kept.write_text("years of work")
-    with pytest.raises(SystemExit, match="is no virtual environment"):
+    with pytest.raises(SystemExit, match="is not a virtual environment"):
         install.create(tmp_path)
     assert kept.read_text() == "years of work"
 

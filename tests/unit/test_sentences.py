@@ -1,7 +1,9 @@
-"""Pages and docstrings have no statement that begins with "Of …," or "What …": their subject or verb comes too late."""
+"""Pages, docstrings and comments have no statement that begins with "Of …," or "What …": its subject comes too late."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,12 +53,27 @@ def docstrings(module: str) -> Iterator[tuple[int, str]]:
                     yield line, text
 
 
+def comments(module: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments of a module with their lines, neighbouring lines as one."""
+    block = list[tokenize.TokenInfo]()
+    for token in [*tokenize.generate_tokens(io.StringIO(module).readline), None]:
+        if (
+            token is not None
+            and token.type == tokenize.COMMENT
+            and (not block or token.start[0] == block[-1].start[0] + 1)
+        ):
+            block.append(token)
+        elif block and (token is None or token.type == tokenize.COMMENT):
+            yield block[0].start[0], "\n".join(each.string.lstrip("# ") for each in block)
+            block = [] if token is None else [token]
+
+
 def hits(path: Path) -> list[str]:
     """List the sentences in the wrong order of a page or a module, each with its place."""
     text = path.read_text(encoding="utf-8")
     return [
         f"{path.relative_to(ROOT)}:{first + line}: {sentence}"
-        for first, part in (docstrings(text) if path.suffix == ".py" else parts(text))
+        for first, part in ((*docstrings(text), *comments(text)) if path.suffix == ".py" else parts(text))
         for line, sentence in late_sentences(part)
     ]
 

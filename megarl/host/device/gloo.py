@@ -26,7 +26,7 @@ from megarl.errors import WorkerError
 from megarl.host.listeners import LOOPBACK
 from megarl.host.peers import connect_peers
 
-# Where gloo listens until its port is closed. Of two ranks gloo lets the one of the higher address connect.
+# Where gloo listens until its port is closed. The rank with the higher address of two connects.
 _OWN_ADDRESS = "127.71.76.79"
 _EPOLL_CTL_ADD = 1
 _WATCHED = re.compile(r"^tfd: +(\d+) events: +([0-9a-f]+) data: +([0-9a-f]+) .*ino:([0-9a-f]+)", re.MULTILINE)

@@ -26,7 +26,7 @@ from megarl.parallel.head.statistics import (
 # ([N] log-probs, [N] entropies, and with a teacher [N] divergences) → the loss's gradient with respect to each. That of
 # entropies is None if the loss does not depend on them.
 LossGradients: TypeAlias = Callable[..., tuple[torch.Tensor | None, ...]]
-# What `ChunkKernels.write_gradient` does, with its arguments.
+# The type of `ChunkKernels.write_gradient`, with its arguments.
 GradientWriter: TypeAlias = Callable[..., None]
 
 # Two float32 computations of the same gradient differ by less than this, relative to its largest element.
@@ -210,5 +210,5 @@ def require_same_gradient(name: str, used: torch.Tensor, actual: torch.Tensor | 
         raise ValueError(
             f"log-prob head, memory_mode in_chunk: the loss's gradient with respect to the {name} of kept row {row} is "
             f"{0.0 if actual is None else float(actual[row])}, but was {float(used[row])} when that row's chunk was "
-            f"computed; the loss is no sum over tokens: use the memory mode recompute or keep"
+            f"computed; the loss is not a sum over tokens: use the memory mode recompute or keep"
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.parallel.head.kernels import ChunkKernels
 
-# What `ChunkKernels.statistics` does, with its arguments: logits, inverse temperatures, labels, out.
+# The type of `ChunkKernels.statistics`, with its arguments: logits, inverse temperatures, labels, out.
 StatisticsWriter: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 # In elements. Kernels load 16 bytes at once if rows start at multiples of this.

@@ -80,7 +80,7 @@ def _solve(
     z, u = logits * scales[0, :, None], others * scales[1, :, None]
     log_p, log_q = z.log_softmax(-1), u.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
-    # Of equal models it is log_p to the bit, which log(exp(log_p)) is not on every CPU.
+    # For equal models it is log_p to the bit, which log(exp(log_p)) is not on every CPU.
     log_m = log_p if case.equal else torch.log((1 - case.beta) * p + case.beta * q)
     reverse, forward = (p * (log_p - log_q)).sum(-1), (q * (log_q - log_p)).sum(-1)
     of_p, of_q = (p * (log_p - log_m))[:, :V].sum(-1), (q * (log_q - log_m))[:, :V].sum(-1)

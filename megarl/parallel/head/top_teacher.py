@@ -114,7 +114,7 @@ class TopTeacher:
         common_lse, width = found.common_lse, self.columns
         log_p = torch.cat([z - common_lse[:, None], log_rest(found.student_lse - common_lse)[:, None]], 1)
         slope = SLOPES[self.divergence](log_p, self._teacher(rows, lse.dtype), found.mean, self.beta)
-        # Of all tokens of the rest alike: ∂D/∂z_v ÷ p_v, with p over the whole vocabulary.
+        # For all tokens of the rest alike: ∂D/∂z_v ÷ p_v, with p over the whole vocabulary.
         of_rest = slope[:, -1] * torch.exp(lse - common_lse - log_p[:, -1])
         log_p, slope = z - lse[:, None], slope[:, :-1] * weight[:, None]
         pulled = log_p.exp() * (a[:, None] if b is None else a[:, None] + b[:, None] * log_p)

@@ -33,7 +33,7 @@ class Test:
         if isinstance(self.task, Check):
             return json.loads(outcome.answer)["passed"] is True
         try:
-            # What equals it is no larger; a list of one item may be left out.
+            # An equal answer is no larger; a list of one item may be left out.
             value = as_json(decode(outcome.answer, _size(self.expected)))
             is_wrapped = isinstance(self.expected, list) and len(self.expected) == 1
             return same_value(value, self.expected, self.tolerance) or (

@@ -23,7 +23,7 @@ from megarl.types import Reward
 ASYNC_ROWS = 32
 # A function, the rows that it was asked about, and its answer.
 CustomCall: TypeAlias = tuple[str, list[Question], Future[JobResult]]
-# An exception or a result that is no reward; too late; the end of the process.
+# An exception or a result that is not a reward; too late; the end of the process.
 FAILURES = ("failed", "timed_out", "crashed")
 
 

@@ -67,7 +67,7 @@ class WorkerReply:
             reward = fields.pop("reward")
             reply = cls(reward=None if reward is None else Reward.from_json(reward), **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the worker process sent what is no reply: {message[:80]!r}") from error
+            raise ValueError(f"the worker process sent what is not a reply: {message[:80]!r}") from error
         if reply.outcome not in get_args(JobOutcome) or reply.error not in ("", *ERRORS):
             raise ValueError(f"the worker process replied {reply.outcome!r}, {reply.error!r}")
         return reply

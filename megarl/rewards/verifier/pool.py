@@ -30,7 +30,7 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
         """Return a future of the result of `job`, without waiting; jobs begin in the order of submission.
 
         The future raises DataError for a malformed ground truth, ConfigError if `job.function` cannot be imported or
-        is no scorer, NonFiniteError if it returned such a score, WorkerError if workers cannot be started at all,
+        is not a scorer, NonFiniteError if it returned such a score, WorkerError if workers cannot be started at all,
         RuntimeError if the pool was closed first. It can be cancelled until its job runs. Its callbacks are called in
         the pool's thread, so they must not wait. This method raises RuntimeError if the pool is closed.
         """

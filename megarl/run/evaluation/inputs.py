@@ -35,7 +35,7 @@ from megarl.weights.tables import VALUE_HEAD
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a setting in a message.
+# The most of a setting that a message shows.
 _MAX_SETTING_CHARS = 160
 # Settings that come from command-line options, and so cannot be overridden.
 _OPTIONS = {
@@ -174,7 +174,7 @@ def _find_model(request: EvalRequest) -> tuple[Config, Checkpoint | None, Path |
             adapter, model = export, local_model(own.model.path, "model.path")
         return replace(config, model=replace(config.model, path=model)), None, adapter
     raise ConfigError(
-        f"{path}: is no model; expected a Hugging Face directory (with config.json), a run with an export, or a "
+        f"{path}: not a model; expected a Hugging Face directory (with config.json), a run with an export, or a "
         f"checkpoint (RUN/checkpoints/step_N, with {STATE_FILE})"
     )
 

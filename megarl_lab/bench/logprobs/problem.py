@@ -13,7 +13,7 @@ from megarl_lab.bench.logprobs.records import Size
 
 # Deviation of the logits: softmax is neither flat nor a point.
 LOGIT_STD = 2.0
-# What every rank has the whole of: quantity → attribute of an answer.
+# Every rank has the whole of these: quantity → attribute of an answer.
 _REPLICATED = {"log-prob": "logprobs", "entropy": "entropy", "hidden gradient": "grad_hidden"}
 
 

@@ -195,7 +195,7 @@ def test_an_end_that_is_no_token_needs_a_setting() -> None:
     """A ChatML template beside a tokenizer that never heard of it."""
     template = CHATML.replace("<|im_end|>", "<|done|>")
     message = (
-        r"^model\.path: the chat template ends an answer with '<\|done\|>', which is no token of the tokenizer, so "
+        r"^model\.path: the chat template ends an answer with '<\|done\|>', which is not a token of the tokenizer, so "
         r"that engines do not stop there; set rollout\.stop to \['<\|done\|>'\], or let the template write a token "
         r"such as '<\|im_end\|>'$"
     )

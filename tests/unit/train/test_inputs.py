@@ -202,7 +202,7 @@ def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Pat
         assert any("answers end with '<|im_end|>'" in warning for warning in supervised.warnings)
     template = tmp_path / "policy" / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_end|>", "<|done|>"))
-    with pytest.raises(ConfigError, match=r"with '<\|done\|>', which is no token of .*; set rollout\.stop to "):
+    with pytest.raises(ConfigError, match=r"with '<\|done\|>', which is not a token of .*; set rollout\.stop to "):
         open_train_inputs(inputs.config)
 
 

@@ -148,7 +148,9 @@ def test_an_unknown_id_says_where_it_was_sought_and_what_to_do(hub: Hub) -> None
     with pytest.raises(ConfigError) as error:
         local_model("org/other", "critic.model_path")
     text = str(error.value)
-    assert text.startswith("critic.model_path: got 'org/other', which is no directory here, and as the id of a model: ")
+    assert text.startswith(
+        "critic.model_path: got 'org/other', which is not a directory here, and as the id of a model: "
+    )
     assert f"{hub.url} has no model of this id" in text
     assert "HF_TOKEN" in text
     assert "huggingface-cli download org/other --local-dir DIR" in text

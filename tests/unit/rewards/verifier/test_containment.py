@@ -57,8 +57,8 @@ def test_a_hostile_scorer_costs_its_own_verdict_only(
 @pytest.mark.parametrize(
     ("garbage", "reason"),
     [
-        ("\0\0\0\2{}", "the worker process sent what is no reply"),
-        ("\0\0\0\4oops", "the worker process sent what is no reply"),
+        ("\0\0\0\2{}", "the worker process sent what is not a reply"),
+        ("\0\0\0\4oops", "the worker process sent what is not a reply"),
         ("\xff\xff\xff\xff", "a reply of 4294967295 bytes"),
         # An empty message says that execution begins; only once.
         ("\0\0\0\0", "the worker process spoke out of turn"),

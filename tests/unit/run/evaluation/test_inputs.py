@@ -272,7 +272,7 @@ def test_mistakes(error_of: Callable[..., str], arguments: list[str], parts: lis
 def test_no_model(error_of: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     line = error_of(model_path=tmp_path / "empty")
-    assert "empty: is no model; expected a Hugging Face directory (with config.json), a run with an export" in line
+    assert "empty: not a model; expected a Hugging Face directory (with config.json), a run with an export" in line
 
 
 def test_a_spoiled_model(error_of: Callable[..., str], model: Path) -> None:
