@@ -20,7 +20,7 @@ class Derived:
     """The value that a run uses for a setting that is null, and the reason for it."""
 
     key: str
-    value: Any
+    value: object
     reason: str
 
 

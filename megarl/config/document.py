@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from megarl.config.parse import describe_type
+from megarl.config.parse import Tree, describe_type
 from megarl.config.schema import Config
 from megarl.config.setting import Allowed, Range, allowed_by
 from megarl.host.streams import print_lines
@@ -37,7 +37,7 @@ directory. Values are those of YAML 1.2: `1e-6` is a number, `010` and dates are
 into one, as `${{run.seed}}` would say to Hydra. The suffixes `_tokens`, `_s`, `_mib`, `_gib`, `_nats` and `_frac` give
 a key's unit; keys that start with `num_` are counts.
 """
-_JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+_JSON_TYPES: Mapping[object, str] = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def render_json_schema() -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
-def _object_schema(cls: type, default: Allowed | None) -> dict[str, Any]:
+def _object_schema(cls: type, default: Allowed | None) -> Tree:
     """Describe a section as JSON schema; numbers without a range of their own have the range `default`."""
     hints, comments = get_type_hints(cls), _comments(cls)
     properties = {}
@@ -111,7 +111,7 @@ def _object_schema(cls: type, default: Allowed | None) -> dict[str, Any]:
     }
 
 
-def _value_schema(hint: Any, allowed: Allowed | None) -> dict[str, Any]:
+def _value_schema(hint: object, allowed: Allowed | None) -> Tree:
     """Describe the values of a type as JSON schema; `allowed` is the range of the numbers among them."""
     args, origin = get_args(hint), get_origin(hint)
     if hint is Any:
@@ -127,7 +127,7 @@ def _value_schema(hint: Any, allowed: Allowed | None) -> dict[str, Any]:
     if origin is tuple:
         size = {} if Ellipsis in args else {"minItems": len(args), "maxItems": len(args)}
         return {"type": "array", "items": _value_schema(args[0], allowed), **size}
-    schema: dict[str, Any] = {"type": _JSON_TYPES[hint]}
+    schema: Tree = {"type": _JSON_TYPES[hint]}
     if hint not in (int, float) or not isinstance(allowed, Range):
         return schema
     bounds = {
@@ -174,7 +174,7 @@ def _entries(cls: type, section: str, default: Allowed | None) -> Iterator[Entry
         )
 
 
-def _default(field: Field[Any]) -> str:
+def _default(field: Field[object]) -> str:
     """Return a field's default as YAML, for a table cell."""
     value = {} if field.default_factory is dict else field.default
     if value is MISSING:

@@ -5,11 +5,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from megarl.config.document import Entry, entries
 from megarl.config.load import PACKAGED, masked_config, read_yaml
-from megarl.config.parse import from_dict
+from megarl.config.parse import Tree, from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.unicode import visible
@@ -59,7 +58,7 @@ def search(words: str) -> list[str]:
     return found
 
 
-def metric_sections() -> Iterator[tuple[str, Mapping[str, Any]]]:
+def metric_sections() -> Iterator[tuple[str, Tree]]:
     """Yield the title of each group of metrics, with `about` it and its `metrics`: meanings by names."""
     yield from read_yaml(Path(__file__).with_name("metrics.yaml")).items()
 
@@ -106,9 +105,9 @@ def _pattern(key: str) -> re.Pattern[str]:
     return re.compile(re.escape(key).replace("NAME", r"[^.]+").replace(r"\[i\]", r"\[(?:i|\d+)\]"))
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(config: Config, key: str) -> object:
     """Return the value of a key, or `not set` below a section, name or place that the configuration does not have."""
-    value: Any = config
+    value: object = config
     for name in key.replace("[", ".").replace("]", "").split("."):
         try:
             if isinstance(value, Mapping):

@@ -24,11 +24,11 @@ from fnmatch import filter as filter_names
 from fnmatch import fnmatch
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import yaml
 
-from megarl.config.parse import from_dict
+from megarl.config.parse import Tree, from_dict
 from megarl.config.part_settings import gathered
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
@@ -41,8 +41,6 @@ __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 _MOST_LEVELS, _MOST_VALUES, _SMALL = 100, 1_000_000, 4000
 # Settings that earlier versions wrote into runs and checkpoints, and that no longer have an effect.
 _REMOVED = (("sync", "transport"),)
-
-Tree: TypeAlias = dict[str, Any]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The files that come with megarl: within an installed package, beside the package in the source tree.
@@ -75,9 +73,9 @@ def overridden(overrides: Sequence[str]) -> frozenset[str]:
     return frozenset(leaves(_parse_overrides(overrides), ""))
 
 
-def saved_config(saved: Mapping[str, Any]) -> Config:
+def saved_config(saved: Mapping[str, object]) -> Config:
     """Rebuild the configuration that a run or checkpoint saved, ignoring settings that have since been removed."""
-    kept = {section: dict(value) if isinstance(value, Mapping) else value for section, value in saved.items()}
+    kept: Tree = {section: dict(value) if isinstance(value, Mapping) else value for section, value in saved.items()}
     for section, key in _REMOVED:
         kept.get(section, {}).pop(key, None)
     if "filter" in (algo := kept.get("algo", {})):
@@ -295,7 +293,7 @@ def _require_shallow(text: bytes) -> None:
             raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
 
 
-def _require_finite(tree: Any) -> None:
+def _require_finite(tree: object) -> None:
     """Raise ValueError if aliases (`*name`) make a value contain itself, or multiply it beyond all use."""
     count, waiting = 0, [(tree, 0)]
     while waiting:
@@ -319,14 +317,14 @@ class _UniqueKeyLoader(_Loader):
     Numbers and dates of YAML 1.1 alone stay texts.
     """
 
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> str:
         is_text = kind is yaml.ScalarNode and implicit[0] and _NUMBERS_NO_LONGER.fullmatch(value)
         return str(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG if is_text else super().resolve(kind, value, implicit))
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> object:
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
-        return cast(dict[Any, Any], super().construct_mapping(node, deep))
+        return super().construct_mapping(node, deep)

@@ -6,7 +6,6 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import Any
 
 # By the old name of a module: its new name.
 MODULES = {
@@ -33,7 +32,7 @@ class MovedModules(Loader):
         """Import the module of the new name, and have each part looked up there."""
         new = importlib.import_module(MODULES[module.__name__])
 
-        def part_of(name: str) -> Any:
+        def part_of(name: str) -> object:
             return getattr(new, PARTS.get(name, name))
 
         module.__dict__["__getattr__"] = part_of

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError, UnknownKeyError
@@ -16,6 +16,8 @@ from megarl.host.programs import settings_of
 from megarl.host.unicode import find_surrogate
 
 T = TypeVar("T")
+# A mapping as a run file has it.
+Tree: TypeAlias = dict[str, Any]
 
 # YAML 1.1 reads 1e-6 and 1.5e6 (no point, or no sign after the e) as strings.
 _EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -26,7 +28,7 @@ _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 
 @functools.cache
-def _hints(section: Any) -> Mapping[str, Any]:
+def _hints(section: type) -> Mapping[str, Any]:
     """Return the types of a section's fields by name; to evaluate them takes longer than to parse the section."""
     return get_type_hints(section)
 
@@ -91,7 +93,7 @@ class _WrongTypeError(Exception):
     """The error of a value that does not fit a type hint; `_convert` turns it into a ConfigError with a message."""
 
 
-def _convert(hint: Any, value: object, path: str) -> object:
+def _convert(hint: object, value: object, path: str) -> object:
     try:
         return _parse(hint, value, path)
     except _WrongTypeError:
@@ -106,7 +108,7 @@ def _convert(hint: Any, value: object, path: str) -> object:
         raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}{advice}") from None
 
 
-def _parse(hint: Any, value: object, path: str) -> object:
+def _parse(hint: object, value: object, path: str) -> object:
     parser = _parse_section if is_dataclass(hint) else _PARSERS.get(get_origin(hint) or hint)
     if parser is None:  # of a plugin
         raise ConfigError(
@@ -129,7 +131,7 @@ def _parse_section(hint: Any, value: object, path: str) -> object:
         return hint(**settings)
 
 
-def _parse_union(hint: Any, value: object, path: str) -> object:
+def _parse_union(hint: object, value: object, path: str) -> object:
     """Parse a value of a union type: a type or null, a section or null, or a plain type or a section."""
     plain = [arg for arg in get_args(hint) if arg is not NoneType and not is_dataclass(arg)]
     for other in get_args(hint):
@@ -142,7 +144,7 @@ def _parse_union(hint: Any, value: object, path: str) -> object:
     return _parse(plain[0], value, path)
 
 
-def _parse_tuple(hint: Any, value: object, path: str) -> object:
+def _parse_tuple(hint: object, value: object, path: str) -> object:
     if not isinstance(value, list | tuple):
         raise _WrongTypeError
     args = get_args(hint)
@@ -153,14 +155,14 @@ def _parse_tuple(hint: Any, value: object, path: str) -> object:
     return tuple(_convert(item_hint, item, f"{path}[{i}]") for i, (item_hint, item) in pairs)
 
 
-def _parse_mapping(hint: Any, value: object, path: str) -> object:
+def _parse_mapping(hint: object, value: object, path: str) -> object:
     """Parse a mapping whose keys are names that the user chooses, such as data sources."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise _WrongTypeError
     return {name: _convert(get_args(hint)[1], item, _join(path, name)) for name, item in value.items()}
 
 
-def _parse_json(hint: Any, value: object, path: str) -> object:
+def _parse_json(hint: object, value: object, path: str) -> object:
     """Parse what JSON can express: null, a boolean, a finite number, a text, a list or a mapping of such values."""
     if isinstance(value, list | tuple):
         return [_convert(hint, item, f"{path}[{i}]") for i, item in enumerate(value)]
@@ -175,13 +177,13 @@ def _parse_json(hint: Any, value: object, path: str) -> object:
     return float(value) if is_number else value
 
 
-def _parse_literal(hint: Any, value: object, path: str) -> object:
+def _parse_literal(hint: object, value: object, path: str) -> object:
     if value not in get_args(hint):
         raise _WrongTypeError
     return value
 
 
-def _parse_exact(hint: Any, value: object, path: str) -> object:
+def _parse_exact(hint: object, value: object, path: str) -> object:
     if type(value) is not hint:
         raise _WrongTypeError
     if not isinstance(value, str):
@@ -209,14 +211,14 @@ def parse_bool(value: object) -> bool:
     return text in _TRUE
 
 
-def _parse_bool(hint: Any, value: object, path: str) -> bool:
+def _parse_bool(hint: object, value: object, path: str) -> bool:
     try:
         return parse_bool(value)
     except ConfigError:
         raise _WrongTypeError from None
 
 
-def _parse_float(hint: Any, value: object, path: str) -> float:
+def _parse_float(hint: object, value: object, path: str) -> float:
     if isinstance(value, str) and _EXPONENT_NUMBER.fullmatch(value):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -224,7 +226,7 @@ def _parse_float(hint: Any, value: object, path: str) -> float:
     return float(value)
 
 
-def _parse_int(hint: Any, value: object, path: str) -> int:
+def _parse_int(hint: object, value: object, path: str) -> int:
     if type(value) is int:
         return value
     number = _parse_float(hint, value, path)
@@ -233,7 +235,7 @@ def _parse_int(hint: Any, value: object, path: str) -> int:
     return int(number)
 
 
-_PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
+_PARSERS: Mapping[object, Callable[[object, object, str], object]] = {
     UnionType: _parse_union,
     Union: _parse_union,  # what Literal[...] | None is
     tuple: _parse_tuple,
@@ -262,7 +264,7 @@ def describe_type(hint: Any) -> str:
     return "a mapping" if is_dataclass(hint) else names.get(hint) or str(hint.__name__)
 
 
-def _alternative(hint: Any) -> str:
+def _alternative(hint: object) -> str:
     if hint is NoneType:
         return "null"
     return f"{{{', '.join(_hints(cast(type, hint)))}}}" if is_dataclass(hint) else describe_type(hint)

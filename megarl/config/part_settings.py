@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megarl.config.parse import from_dict
+from megarl.config.parse import Tree, from_dict
 from megarl.config.plugins import KEY, SETTINGS, activate, active_plugins, registrations, use_plugins
 from megarl.config.schema import Config
 from megarl.config.setting import check_values
@@ -45,7 +45,7 @@ def chosen_by(config: object, key: str) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def gathered(tree: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+def gathered(tree: Tree, whole: Mapping[str, object]) -> Tree:
     """Move what the sections of parts do not know to `algo.settings`; `whole` says which parts and plugins are chosen.
 
     Without plugins nothing moves, so that an unknown key is refused where it stands.
@@ -72,7 +72,7 @@ def gathered(tree: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _with(tree: Mapping[str, Any], key: str, value: object) -> dict[str, Any]:
+def _with(tree: Tree, key: str, value: object) -> Tree:
     name, _, inner = key.partition(".")
     return {**tree, name: _with(tree.get(name, {}), inner, value) if inner else value}
 
@@ -93,7 +93,7 @@ def use_plugins_of(config: Config) -> None:
     activate([replace(plugin, settings=config.algo.settings) for plugin in active_plugins()])
 
 
-def _check(config: Config, name: str, given: Mapping[str, Any], declaring: Mapping[str, Registration]) -> None:
+def _check(config: Config, name: str, given: Mapping[str, object], declaring: Mapping[str, Registration]) -> None:
     beside = next((key.rpartition(".")[0] for key in BESIDE if value_of(config, key) == name), None)
     path, part = beside or f"{SETTINGS}.{name}", declaring.get(name)
     if part is None and beside is None:

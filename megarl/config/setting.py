@@ -115,7 +115,7 @@ def section(
     return cast(T, field(default_factory=factory, metadata=metadata))
 
 
-def allowed_by(each: Field[Any], default: Allowed | None) -> Allowed | None:
+def allowed_by(each: Field[object], default: Allowed | None) -> Allowed | None:
     """Return the range or the texts that a field was declared with, or else `default`, those of its section."""
     return each.metadata.get("allowed") or default
 
@@ -139,7 +139,7 @@ def affected(before: T, now: T, by: Affected) -> list[str]:
     return found
 
 
-def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, object, object]]:
     """Yield the dotted key and both values of every setting that differs; each key starts with `path`."""
     for each in fields(cast(Any, before)):
         old, new, key = getattr(before, each.name), getattr(now, each.name), f"{path}{each.name}"
@@ -149,7 +149,7 @@ def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, Any, A
             yield key, old, new
 
 
-def needing_trust(config: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def needing_trust(config: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the dotted key and the value of every setting that needs trust and is not at its default."""
     for each in fields(cast(Any, config)):
         value, key = getattr(config, each.name), f"{path}{each.name}"
@@ -181,7 +181,7 @@ def check_values(config: object, sections: Collection[str], key: str = "") -> No
             raise ConfigError(f"{name}: got {masked(value, name)!r}, expected {allowed.expected}")
 
 
-def _values(value: Any, key: str, allowed: Allowed | None) -> Iterator[tuple[str, Any, Allowed | None]]:
+def _values(value: object, key: str, allowed: Allowed | None) -> Iterator[tuple[str, Any, Allowed | None]]:
     """Yield the dotted key, the value and the range or texts of every setting, and each section after what is in it.
 
     Each number or text of a list has the list's key.

@@ -61,7 +61,7 @@ def _alias(framework: str, entry: str | Mapping[str, Any]) -> Alias:
     return Alias(framework, entry.get("key", ""), entry.get("note", ""), rule)
 
 
-def _with_unset(value: Any) -> Any:
+def _with_unset(value: object) -> Any:
     """Return a value of a table with `UNSET` wherever the table says `unset`."""
     if isinstance(value, Mapping):
         return {key: _with_unset(item) for key, item in value.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megarl.config.load import merge
-from megarl.config.parse import from_dict
+from megarl.config.parse import Tree, from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.masking import masked_text
@@ -22,10 +22,10 @@ from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
 from megarl.migrate.aliases import DEFAULTS, SAME, Alias, find_alias
 from megarl.migrate.peer_files import PeerOptions, read_peer_file
-from megarl.migrate.rules import UNSET, elsewhere
+from megarl.migrate.rules import UNSET, Options, elsewhere
 
 # Settings that only act with others: what a key starts with, the key that decides, and its values (empty: any).
-_ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (
+_ONLY_WITH: tuple[tuple[str, str, frozenset[str]], ...] = (
     ("critic.", "algo.advantage.estimator", frozenset({"gae"})),
     ("algo.advantage.gamma", "algo.advantage.estimator", frozenset({"gae", "reinforce_plus_plus"})),
     ("algo.advantage.lam", "algo.advantage.estimator", frozenset({"gae"})),
@@ -52,7 +52,7 @@ _ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (
     ("algo.off_policy.reshape_exponent", "algo.off_policy.reshape", frozenset({"pow"})),
 )
 # Values of an option that asks for nothing, and options that switch off all others of their section by such a value.
-_OFF: tuple[Any, ...] = (False, None, 0, "", [], {}, -1)
+_OFF: tuple[object, ...] = (False, None, 0, "", [], {}, -1)
 _SWITCHES = ("enable", "enabled", "rank", "lora_rank")
 
 
@@ -66,7 +66,7 @@ class Converted:
     """
 
     framework: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     differs: dict[str, str] = field(default_factory=dict)
     needless: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def convert(peer: PeerOptions) -> Converted:
 class _Options(dict[str, Any]):
     """The options of a run. Those that are not decided are absent, and nothing is to take a default for them."""
 
-    def __init__(self, known: Mapping[str, Any], undecided: Set[str]) -> None:
+    def __init__(self, known: Options, undecided: Set[str]) -> None:
         super().__init__({name: value for name, value in known.items() if name not in undecided})
         self.undecided = undecided
 
@@ -147,7 +147,7 @@ class _Options(dict[str, Any]):
             raise ConfigError(f"it depends on {name}, whose value is not known")
         raise KeyError(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         return self[name] if name in self or name in self.undecided else default
 
 
@@ -157,23 +157,24 @@ def _keys(name: str) -> list[str]:
     return [name] if name in SAME else found[1].key.split() if found else []
 
 
-def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def translated(alias: Alias, value: object, options: Options) -> dict[str, object]:
     """Translate an option's value to megarl settings, by key; raise ConfigError if the value has no counterpart."""
     keys = alias.key.split()
     result = alias.rule(value, options) if alias.rule else value
     if alias.rule is None and value is None:
         return {}
-    is_one_each = len(keys) > 1 and isinstance(result, tuple | list) and len(result) == len(keys)
-    values = result if is_one_each else [result] * len(keys)
+    values = [result] * len(keys)
+    if len(keys) > 1 and isinstance(result, tuple | list) and len(result) == len(keys):
+        values = [*result]
     return {key: ours for key, ours in zip(keys, values, strict=True) if ours is not UNSET}
 
 
-def _complete(settings: Mapping[str, Any], undecided: Set[str], lost: dict[str, str]) -> dict[str, Any]:
+def _complete(settings: Mapping[str, object], undecided: Set[str], lost: dict[str, str]) -> dict[str, object]:
     """Add settings that follow from others (layouts, engines, sizes), and drop settings that would have no effect.
 
     Settings that would follow from one of the `undecided` keys are added to `lost` instead.
     """
-    known = {"placement.mode": "colocated", "algo.policy_loss.name": "ppo_clip", **settings}
+    known: dict[str, Any] = {"placement.mode": "colocated", "algo.policy_loss.name": "ppo_clip", **settings}
     for start, decides, values in _ONLY_WITH:
         decided = known.get(decides)
         if decides not in undecided and (decided is None or (values and decided not in values)):
@@ -226,9 +227,9 @@ def to_run_file(converted: Converted, source: str) -> str:
     return f"{comments}\n{yaml.safe_dump(_nested(converted.settings), sort_keys=False, allow_unicode=True)}"
 
 
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(settings: Options) -> Tree:
     """Turn settings by dotted key into nested mappings, sorted, as a run file has them."""
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     for dotted, value in sorted(settings.items()):
         tree = merge(tree, reduce(lambda nested, key: {key: nested}, reversed(dotted.split(".")), value))
     return tree

@@ -1,7 +1,7 @@
 """Read the values of Hydra's arguments, by Hydra's grammar (its `OverrideLexer` and `OverrideParser`)."""
 
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megarl.errors import ConfigError
 
@@ -17,7 +17,7 @@ _PLAIN_KEY = re.compile(rf"(?:{_ESCAPED}|[\w \t/\\+.$%*@?|-])+", re.ASCII)
 _CALL = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\(", re.ASCII)
 
 
-def option_value(text: str) -> Any:
+def option_value(text: str) -> object:
     """Read what follows the equals sign; raise ConfigError if Hydra refuses it, or takes it for several runs."""
     reader = _Reader(text)
     reader.skip()
@@ -56,20 +56,20 @@ class _Reader:
             self.skip()
         return True
 
-    def element(self) -> Any:
+    def element(self) -> object:
         """Read a list, a mapping, a quoted text or a plain one."""
         if quoted := _QUOTED.match(self.text, self.at):
             self.at = quoted.end()
             # Backslashes count only before the quote.
             return re.sub(rf"(\\+)({quoted[1]}|$)", lambda run: "\\" * (len(run[1]) // 2) + run[2], quoted[2])
         if self.takes("["):
-            items: list[Any] = []
+            items: list[object] = []
             while not self.takes("]"):
                 self.separate(bool(items))
                 items.append(self.element())
             return items
         if self.takes("{"):
-            pairs: dict[Any, Any] = {}
+            pairs: dict[object, object] = {}
             while not self.takes("}"):
                 self.separate(bool(pairs))
                 key = self.plain(_PLAIN_KEY)
@@ -85,7 +85,7 @@ class _Reader:
         if has_items and not self.takes(","):
             self.refuse(f"no comma is before {self.text[self.at :]!r}")
 
-    def plain(self, pattern: re.Pattern[str]) -> Any:
+    def plain(self, pattern: re.Pattern[str]) -> bool | float | str | None:
         """Read a number, true, false or null, or any other text without quotes."""
         match = pattern.match(self.text, self.at)
         if match is None:

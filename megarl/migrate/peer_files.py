@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.config.load import read_yaml
 from megarl.errors import ConfigError
@@ -24,7 +23,7 @@ class PeerOptions:
     """
 
     framework: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     unreadable: Mapping[str, str]
     undecided: frozenset[str] = field(default_factory=frozenset)
     assumed: tuple[str, ...] = ()
@@ -75,11 +74,12 @@ def _number(text: str) -> str | float:
     return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else text
 
 
-def _resolve(value: Any, options: Mapping[str, Any]) -> Any:
+def _resolve(value: object, options: Mapping[str, object]) -> object:
     """Replace references such as ${data.max_prompt_length} to options of the same file, where those are known."""
     for _ in range(len(options)):
-        found = _INTERPOLATION.search(value) if isinstance(value, str) else None
-        if found is None or (found[1] not in options and found[2] is None):
+        if not isinstance(value, str) or (found := _INTERPOLATION.search(value)) is None:
+            return value
+        if found[1] not in options and found[2] is None:
             return value
         target = options.get(found[1], option_value(found[2] or ""))
         if isinstance(target, Open):

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.migrate.aliases import RENAMED, RENAMED_AS_HERE
@@ -42,7 +41,7 @@ class ScriptOptions:
     """The options of one run by name. unreadable: arguments whose name is not known either, each with the reason."""
 
     framework: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     unreadable: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
 
@@ -56,7 +55,7 @@ def option_name(name: str, framework: str) -> str:
     return RENAMED.get(plain) or RENAMED_AS_HERE.get(plain) or plain
 
 
-def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield name and value of Hydra's arguments, `Open` where Hydra gives the option no value. Flags of Hydra's own,
     such as `--config-name=X`, are named with it.
     """
@@ -68,7 +67,7 @@ def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield _override(argument)
 
 
-def _override(argument: str) -> tuple[str, Any]:
+def _override(argument: str) -> tuple[str, object]:
     match = _OVERRIDE.fullmatch(argument)
     if match and match[1] == "~":
         return match["name"], Open("(removed)", "~ takes the option out, so the framework decides")
@@ -82,7 +81,7 @@ def _override(argument: str) -> tuple[str, Any]:
         return match["name"], Open(match["value"], str(error))
 
 
-def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield name and value of arguments `--name value ...`."""
     name: str | None = None
     texts: list[str] = []
@@ -97,7 +96,7 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         texts = [text] if equals else []
 
 
-def flag_value(text: str) -> Any:
+def flag_value(text: str) -> bool | float | str | None:
     """Read the value of a flag as Python reads it: a number, true, false, None, or else text."""
     words = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
@@ -168,18 +167,18 @@ def _trainings(execution: Execution) -> list[tuple[_Site, tuple[str, ...]]]:
 
 def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequence[str]) -> ScriptOptions:
     """Return the options on which all runs agree; the others are `Open`."""
-    found: list[tuple[Execution, dict[str, Any]]] = []
+    found: list[tuple[Execution, dict[str, object]]] = []
     framework, unreadable = "", dict[str, str]()
     for run in runs:
         words = dict(run.commands).get(site)
         if words is None:
             continue
         start, framework = _launcher(words) or (0, "")
-        options = dict[str, Any]()
+        options = dict[str, object]()
         for name, value in (_flags if framework == "OpenRLHF" else _overrides)(words[start:]):
             options[option_name(name, framework)] = value
         found.append((run.execution, options))
-    merged = dict[str, Any]()
+    merged = dict[str, object]()
     others = {name for execution, options in found if not execution.is_first for name in options}
     for name in dict.fromkeys(name for execution, options in found if execution.is_first for name in options):
         if name not in others and (unknown := followed.unknown_in(name)):
@@ -212,7 +211,7 @@ def _merged(runs: Sequence[_Run], site: _Site, followed: Followed, given: Sequen
 _NOT_GIVEN = Open("(not given)", "")
 
 
-def _open(values: Sequence[tuple[Execution, Any]], followed: Followed) -> Open:
+def _open(values: Sequence[tuple[Execution, object]], followed: Followed) -> Open:
     """Return the option whose value differs between runs, with what it depends on."""
     texts = {execution.decisions: _shown(value) for execution, value in values if execution.is_first}
     unknown = [name for text in texts.values() for name in followed.unknown_in(text)]
@@ -225,7 +224,7 @@ def _open(values: Sequence[tuple[Execution, Any]], followed: Followed) -> Open:
     return Open(" or ".join(shown), why)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return value.text if isinstance(value, Open) else str(value)
 
 
