@@ -6,9 +6,9 @@ or /metrics need no key either. vLLM loads this class by its name, so nothing he
 
 import hmac
 import os
-from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 KEY_VARIABLE = "VLLM_API_KEY"
 
@@ -16,10 +16,10 @@ KEY_VARIABLE = "VLLM_API_KEY"
 class RequireKey:
     """An ASGI middleware that answers 401 to requests without the key, whatever their path."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app, self._expected = app, f"Bearer {os.environ[KEY_VARIABLE]}".encode()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] in ("http", "websocket"):
             if not hmac.compare_digest(given, self._expected):

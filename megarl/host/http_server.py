@@ -106,7 +106,7 @@ class JsonReader:
         self._max_bytes = max_bytes
         self._unfinished: set[SpooledTemporaryFile[bytes]] = set()
 
-    async def read(self, request: Request) -> Any:
+    async def read(self, request: Request) -> object:
         """Return the JSON of a request. Raises RequestRefusedError for what is too large, or is not JSON in UTF-8."""
         too_large = RequestRefusedError(413, f"got more than {self._max_bytes} bytes; send less at a time")
         with SpooledTemporaryFile(MEMORY_BYTES) as body:

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megarl.errors import WorkerError
 from megarl.host.clock import AwakeLoop
@@ -33,7 +33,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def spawn(work: Coroutine[object, object, T]) -> asyncio.Task[T]:
     """Start a task, which goes on during every wait; its error ends the wait under way, or else the next one."""
     task = event_loop().create_task(work)
     task.add_done_callback(_note_failure)
@@ -49,7 +49,7 @@ def wait(work: Awaitable[T]) -> T:
     return _turn(_first_of(work))
 
 
-def _turn(work: Coroutine[Any, Any, T]) -> T:
+def _turn(work: Coroutine[object, object, T]) -> T:
     """Turn the loop until `work` is done: in this thread, or in one of its own if a loop runs here already."""
     waiting = event_loop().create_task(work)
     done = asyncio.wait({waiting})
@@ -85,7 +85,7 @@ async def _first_of(work: Awaitable[T]) -> T:
             each.cancel()
 
 
-def _note_failure(task: asyncio.Task[Any]) -> None:
+def _note_failure(task: asyncio.Task[object]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _failures.append(error)
         _failed.set()

@@ -84,7 +84,7 @@ class StageHandler(logging.Handler):
             file.truncate()
 
 
-def logged_stages(logger: str, *, level: str) -> dict[str, Any]:
+def logged_stages(logger: str, *, level: str) -> dict[str, object]:
     """Return a configuration of logging (`dictConfig`) by which processes tell a logger's messages as this one's stage.
 
     level: from which on messages are also printed. For this process, and those that it starts from now on.

@@ -109,7 +109,7 @@ class _AddLowRank(torch.autograd.Function):
         return out.data
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[object, ...]:
         low, b = ctx.saved_tensors
         grad_low, grad_b, grad_out = torch.zeros_like(low), torch.empty_like(b), grad_out.contiguous()
         targets = _by_part(grad_out, grad_low, grad_b, ctx.packing)
@@ -186,9 +186,12 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
     return adapters
 
 
-def _add_adapter(linear: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
-    out, bias = output
-    return (linear.lora(inputs[0], out), bias) if linear.lora.enabled else output
+def _add_adapter(
+    linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, object]
+) -> tuple[torch.Tensor, object]:
+    (out, bias), adapter = output, linear.lora
+    assert isinstance(adapter, Adapter)
+    return (adapter(inputs[0], out), bias) if adapter.enabled else output
 
 
 def _packing(a: WeightRule, b: WeightRule, dims: Dims, tp: ProcessGroup) -> tuple[int, list[tuple[int, int]]] | None:
@@ -243,7 +246,7 @@ def adapter_states(chunk: PackedModel, adapters: ModelSpec) -> dict[str, Sharded
 def _parts(
     key: str,
     stacked: torch.Tensor,
-    replica: Any,
+    replica: tuple[int, int, int],
     _: slice | None,
     *,
     rows: Sequence[int],

@@ -1,7 +1,5 @@
 """Define causal attention within each row of a pack, with the options of a layer that Megatron's attention lacks."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -40,7 +38,7 @@ class PackedAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         options: AttentionOptions,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__()
         assert pg_collection is not None
@@ -54,12 +52,12 @@ class PackedAttention(torch.nn.Module):
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
+    ) -> dict[str, object]:
         """Describe the sinks for checkpoints: each rank has those of its heads."""
         if self.softmax_offset is None:
             return {}
-        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        shards: dict[str, object] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},
@@ -75,7 +73,7 @@ class PackedAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +96,7 @@ def plan_attention(
     # Those that are computed whole keep the order of their lengths.
     queried.sort(key=lambda each: each[:2] if each[0] else (0, 0))
 
-    def tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+    def tensor(values: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
 
     calls, num_outputs = [], 0

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
 from megarl.host.device.platform import TESTED_MEGATRON, platform
@@ -36,7 +36,7 @@ class Backend:
 
     needs_shim: bool
     uses_transformer_engine: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
 
 def cuda_backend(*, transformer_engine: bool) -> Backend:
@@ -148,7 +148,7 @@ def prepare_megatron() -> None:
 
 
 @functools.cache
-def make_batch_invariant() -> Any:
+def make_batch_invariant() -> object:
     """Make this process compute by Megatron's batch-invariant kernels, for good; return what keeps them in place.
 
     Megatron replaces torch's matrix products that allocate their results, in layers those of Transformer
@@ -163,12 +163,12 @@ def make_batch_invariant() -> Any:
     return library
 
 
-def accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def accepted(function: Callable[..., object], **arguments: object) -> dict[str, object]:
     """Return those of `arguments` that a function of the installed Megatron takes; other versions do without them."""
     return {name: each for name, each in arguments.items() if name in inspect.signature(function).parameters}
 
 
-def module_spec(part: Any) -> "ModuleSpec":
+def module_spec(part: object) -> "ModuleSpec":
     """Return the spec of a layer's part, which newer Megatrons write as a partial of its class or of a class method.
 
     Its submodules are those of `part`: what is set in them counts.

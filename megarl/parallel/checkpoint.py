@@ -16,7 +16,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -160,11 +159,11 @@ class RankCheckpoints:
 class _Reader(FileSystemReader):
     """A reader of checkpoints for Megatron that does not run what their metadata names."""
 
-    def __init__(self, directory: str | os.PathLike[str], cache_metadata: bool = False, **_: Any) -> None:
+    def __init__(self, directory: str | os.PathLike[str], cache_metadata: bool = False, **_: object) -> None:
         super().__init__(directory)
         self._metadata: Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Read the metadata once. Raises DataError if it is more than data."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path))
@@ -220,8 +219,8 @@ def end_writer() -> None:
 
 
 def _states(
-    role: LoadedRole, metadata: Mapping[str, Any], *, is_loading: bool = False, weights_only: bool = False
-) -> dict[str, Any]:
+    role: LoadedRole, metadata: Mapping[str, object], *, is_loading: bool = False, weights_only: bool = False
+) -> dict[str, object]:
     """Describe this rank's shards of all that changes of a role: an average, or weights and the optimizer's state."""
     if role.average is not None:
         return _average_states(role, role.average, metadata)
@@ -231,9 +230,9 @@ def _states(
     return states | {"optimizer": _optimizer_state(role, role.optimizer, metadata, is_loading=is_loading)}
 
 
-def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[str, object]) -> dict[str, object]:
     """Describe this rank's shards of a moving average, by model chunk: each as that of the parameter made from it."""
-    states = {}
+    states: dict[str, object] = {}
     for i, (chunk, values) in enumerate(zip(role.chunks, average.values, strict=True)):
         described = (
             chunk.sharded_state_dict(metadata=dict(metadata))
@@ -249,7 +248,7 @@ def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[
     return states
 
 
-def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _chunk_states(role: LoadedRole, metadata: Mapping[str, object]) -> dict[str, object]:
     """Describe this rank's shards of what is trained of a role's weights, by model chunk."""
     states = {}
     for i, chunk in enumerate(role.chunks):
@@ -284,8 +283,8 @@ def _initialize(optimizer: MegatronOptimizer) -> None:
 
 
 def _optimizer_state(
-    role: LoadedRole, optimizer: MegatronOptimizer, metadata: Mapping[str, Any], *, is_loading: bool = False
-) -> Any:
+    role: LoadedRole, optimizer: MegatronOptimizer, metadata: Mapping[str, object], *, is_loading: bool = False
+) -> object:
     """Describe this rank's shards of a role's optimizer state, or what it reads of them (`is_loading`).
 
     Megatron gathers the state of a buffer without the padding between its buckets, which a tied embedding on two stages

@@ -5,7 +5,7 @@ are thread-local. A second call in the same process does nothing.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,12 @@ class _CudaMeansCpu(TorchFunctionMode):
     """A torch function mode under which tensors that Megatron creates on or moves to CUDA stay on the CPU."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
@@ -43,14 +47,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 class _Immediate:
     """A stand-in for torch.cuda.Stream and torch.cuda.Event on a CPU, where operations finish before they return."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, *_: object) -> None:
         """Return at once, because on a CPU all operations have already finished."""
 
     record = synchronize = wait_stream = wait_event = wait
 
-    def record_event(self, *_: Any) -> "_Immediate":
+    def record_event(self, *_: object) -> "_Immediate":
         return self
 
 
@@ -61,7 +65,7 @@ def install() -> None:
         return
     _installed = True
     stream = _Immediate()
-    replacements: dict[str, Any] = {
+    replacements: dict[str, object] = {
         "current_device": lambda: CPU,
         "synchronize": lambda *_, **__: None,
         "current_stream": lambda *_, **__: stream,
@@ -141,11 +145,16 @@ def _replace_dispatch() -> None:
 
     gather_even, reduce_scatter_even = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
         # Megatron converts only tensors on a CUDA device to arrays, but its callers rely on arrays.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         """Gather all ranks' rows, end to end: [Σ sizes, ...]. Gloo's own all-gather needs equal sizes."""
         if output_split_sizes is None or group.size() == 1:
             return gather_even(input_, group, output_split_sizes, use_global_buffer)
@@ -155,7 +164,12 @@ def _replace_dispatch() -> None:
         dist.all_to_all_single(gathered, copies, list(output_split_sizes), own, group=group)
         return gathered
 
-    def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def reduce_scatter(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
         """Return this rank's block of rows, summed over ranks: [sizes[rank], ...]. Block sizes may differ."""
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter_even(input_, group, input_split_sizes, use_global_buffer)
@@ -178,12 +192,14 @@ def _replace_shard_collectives() -> None:
 
     gather, scatter = buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func
 
-    def all_gather(output: torch.Tensor, input_: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def all_gather(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
         if async_op:
             return gather(output, input_, group=group, async_op=True)
         return gloo_shards.all_gather(output, input_, group)
 
-    def reduce_scatter(output: torch.Tensor, input_: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
+    def reduce_scatter(
+        output: torch.Tensor, input_: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
         if async_op or op != dist.ReduceOp.SUM:
             return scatter(output, input_, op=op, group=group, async_op=async_op)
         return gloo_shards.reduce_scatter(output, input_, group)

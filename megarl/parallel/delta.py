@@ -12,7 +12,6 @@ of an `AttentionCall` are computed together, each with the whole of what it shar
 import functools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +81,9 @@ def run_calls(calls: Sequence[DeltaRows]) -> torch.Tensor:
     return torch.cat([delta_rule(*rows).flatten(0, 1) for rows in calls])
 
 
-def run_fused(calls: Sequence[DeltaRows], rule: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor:
+def run_fused(
+    calls: Sequence[DeltaRows], rule: Callable[..., tuple[torch.Tensor, ...]], dtype: torch.dtype
+) -> torch.Tensor:
     """Compute all rows by one call of `rule`, FLA's `chunk_gated_delta_rule`, which wants them end to end."""
     lengths = [q.shape[1] for q, *_ in calls for _ in range(len(q))]
     bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(calls[0][0].device)
@@ -117,7 +118,7 @@ class PackedDeltaNet(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         sizes: DeltaNet,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None
@@ -160,7 +161,7 @@ class PackedDeltaNet(MegatronModule):
         self.norm_weight = parameter(sizes.value_dim, split=False)
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: None = None, *, packed_seq_params: Any = None, **_: Any
+        self, hidden_states: torch.Tensor, attention_mask: None = None, *, packed_seq_params: object = None, **_: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the outputs [T, 1, H] of hidden states [T, 1, H] (a part of each under sequence parallelism)."""
         assert isinstance(packed_seq_params, PackSeqParams), "PackedDeltaNet needs packed sequences"
@@ -205,11 +206,11 @@ class PackedDeltaNet(MegatronModule):
         return q, k, v.flatten(2).unflatten(2, (-1, sizes.value_dim)), decay[call.keys], beta[call.keys]
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
+    ) -> dict[str, object]:
         """Describe the parameters for checkpoints; Megatron's method would take all but the projections for whole."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        states: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        states: dict[str, object] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         names = ("conv1d_weight", "A_log", "dt_bias")
         return states | make_sharded_tensors_for_checkpoint(
             {name: getattr(self, name) for name in names},
@@ -237,7 +238,7 @@ def set_delta_net(layer: ModuleSpec, dims: Dims, in_proj: type, out_proj: type) 
     }
 
 
-def delta_options(dims: Dims) -> dict[str, Any]:
+def delta_options(dims: Dims) -> dict[str, object]:
     """Return the fields of Megatron's configuration for gated delta nets, or {} for a model without them."""
     if dims.delta is None:
         return {}

@@ -2,7 +2,6 @@
 
 import functools
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -45,9 +44,9 @@ def gathering_attention() -> type:
             key: torch.Tensor,
             value: torch.Tensor,
             attention_mask: None,
-            attn_mask_type: Any,
+            attn_mask_type: object,
             packed_seq_params: PackedSeqParams,
-            **named: Any,
+            **named: object,
         ) -> torch.Tensor:
             assert isinstance(packed_seq_params, PackSeqParams)
             assert packed_seq_params.pack is not None

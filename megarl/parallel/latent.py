@@ -21,7 +21,7 @@ class ReplicatedLinear(torch.nn.Module):
     It makes the latents, which all heads share. Megatron's local layers would split W, and lose part of its gradient.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: object) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -40,8 +40,8 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
         key_value_states: None = None,
         position_ids: None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **named: Any,
-    ) -> Any:
+        **named: object,
+    ) -> object:
         arguments = hidden_states, key_value_states, position_ids, packed_seq_params
         compute = functools.partial(super().get_query_key_value_tensors, *arguments, **named)
         assert isinstance(packed_seq_params, PackSeqParams)
@@ -50,7 +50,7 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
         if not pack.shares_prefixes:
             return compute()
 
-        def own_angles(_: torch.nn.Module, arguments: Any, made: Any) -> Any:
+        def own_angles(_: torch.nn.Module, arguments: object, made: Any) -> object:
             # With YaRN, a scale comes with the angles.
             angles, *scale = made if isinstance(made, tuple) else (made,)
             angles = angles[pack.position_ids[0]]
@@ -67,12 +67,12 @@ if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.Linear = ReplicatedLinear
 
 
-def latent_options(spec: ModelSpec) -> dict[str, Any]:
+def latent_options(spec: ModelSpec) -> dict[str, object]:
     """Return the fields of Megatron's configuration for latent attention, or {} for a model without it."""
     latent, rope = spec.dims.latent, spec.rope_scaling
     if latent is None:
         return {}
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "q_lora_rank": latent.q_latent or None,
         "kv_lora_rank": latent.kv_latent,
         "qk_head_dim": latent.nope,

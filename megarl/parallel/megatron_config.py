@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,7 @@ def transformer_config(
         attention_dropout=0.0,
         softmax_scale=spec.softmax_scale,
         **_layout_options(parallel),
-        **_recompute_options(actor, dims, groups_experts=grouped),
+        **_recompute_options(actor, dims, groups_experts=bool(grouped)),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -71,7 +70,7 @@ def transformer_config(
     )
 
 
-def _layout_options(parallel: LayoutConfig) -> dict[str, Any]:
+def _layout_options(parallel: LayoutConfig) -> dict[str, object]:
     """Return the fields of Megatron's configuration for a parallel layout."""
     return {
         "tensor_model_parallel_size": parallel.tp,
@@ -91,7 +90,7 @@ def _layout_options(parallel: LayoutConfig) -> dict[str, Any]:
     }
 
 
-def _window_options(dims: Dims) -> dict[str, Any]:
+def _window_options(dims: Dims) -> dict[str, object]:
     """Return the fields of Megatron's configuration for windows, which Transformer Engine's attention reads."""
     widths = {window for window in dims.windows if window is not None}
     if not widths:
@@ -101,7 +100,7 @@ def _window_options(dims: Dims) -> dict[str, Any]:
     return {"window_size": (width - 1, 0), "window_attn_skip_freq": [int(each is not None) for each in dims.windows]}
 
 
-def _recompute_options(actor: ActorConfig, dims: Dims, *, groups_experts: bool) -> dict[str, Any]:
+def _recompute_options(actor: ActorConfig, dims: Dims, *, groups_experts: bool) -> dict[str, object]:
     """Return the fields of Megatron's configuration for what backward computes again."""
     if actor.recompute == "full":
         method, count = "uniform", actor.recompute_unit
@@ -116,7 +115,7 @@ def _recompute_options(actor: ActorConfig, dims: Dims, *, groups_experts: bool) 
 
 
 # `make_batch_invariant` needs these as well.
-_INVARIANT: Mapping[str, Any] = {
+_INVARIANT: Mapping[str, object] = {
     "batch_invariant_mode": True,
     "attention_backend": AttnBackend.flash,
     # Newer Megatrons refuse any but the one whose order of sums they can set.
@@ -131,7 +130,7 @@ def quick_gelu(gate: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate)
 
 
-_ACTIVATIONS: dict[Activation, dict[str, Any]] = {
+_ACTIVATIONS: dict[Activation, dict[str, object]] = {
     Activation.SILU: {"activation_func": F.silu},
     Activation.CLAMPED_SWIGLU: {
         "activation_func": quick_gelu,

@@ -186,8 +186,8 @@ class ValueModel(PackedModel):
             self.value_head = ScalarHead(config)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Sequence[object] = (), metadata: dict[str, object] | None = None
+    ) -> dict[str, object]:
         """Describe the parameters for checkpoints. GPTModel's method cannot: it expects an output layer."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)

@@ -61,7 +61,7 @@ class RMSNorm(torch.nn.Module):
 
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps, self.adds_one = eps, config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.adds_one else torch.ones
@@ -110,7 +110,7 @@ class WideNorm(RMSNorm):
         return super().forward(x.flatten(-2)).view(x.shape)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
     ) -> ShardedStateDict:
         """Describe the weight's shard for checkpoints; Megatron takes other modules' weights to be whole."""
         assert metadata is not None

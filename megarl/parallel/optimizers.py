@@ -1,7 +1,5 @@
 """Derive the settings of Megatron's optimizers from the configuration; Megatron itself is not imported here."""
 
-from typing import Any
-
 import torch
 
 from megarl.config.schema import OptimizerConfig
@@ -10,9 +8,9 @@ from megarl.config.schema import OptimizerConfig
 _MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8}
 
 
-def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, Any]:
+def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, object]:
     """Return the arguments of Megatron's OptimizerConfig for weights of a data type."""
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "optimizer": config.algorithm,
         "lr": config.lr,
         "min_lr": config.lr * config.min_lr_frac,

@@ -12,7 +12,6 @@ predicted by the hidden state of the row's token prompt + t − 1, from which th
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -239,7 +238,7 @@ def _arrange(rows: Sequence[Row], alignment: PackAlignment, shares_prefixes: boo
 
 def _of_labels(
     rows: Sequence[Row],
-    tables: Sequence[npt.NDArray[Any] | None],
+    tables: Sequence[npt.NDArray[np.generic] | None],
     mine: npt.NDArray[np.integer],
     device: torch.device,
     *,

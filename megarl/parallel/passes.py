@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -36,7 +36,7 @@ def run_schedule(
     rows: Rows,
     micro_batches: MicroBatches,
     request: HeadRequest,
-    on_output: Callable[[PackedModel, Pack, Sequence[int], TokenOutputs], Any],
+    on_output: Callable[[PackedModel, Pack, Sequence[int], TokenOutputs], object],
     *,
     forward_only: bool,
     loss_gradients: Callable[[Pack, Sequence[int]], LossGradients] | None = None,
@@ -53,7 +53,7 @@ def run_schedule(
     layout, device = model.layout, platform().device()
     started = itertools.count(1)
 
-    def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[object, Callable[..., object]]:
         indices = next(batches)
         tell_stage(f"micro-batch {next(started)} of {len(micro_batches) * len(chunks)}")
         pack = pack_for(models, [rows[i] for i in indices])
@@ -63,7 +63,7 @@ def run_schedule(
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
         return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
 
-    between_stages: dict[str, Any] = {}
+    between_stages: dict[str, object] = {}
     alignment, shares = alignment_of(models), all(each.shares_prefixes for each in models)
     if layout.config.pp > 1:
         packs = ([rows[i] for i in indices] for indices in micro_batches)

@@ -5,7 +5,7 @@ needs and some does not, the kernel asks for each score whether it does.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ class PathBlocks:
 
         number, last, positions, needed = self.number, self.last, self.positions, self.needed
 
-        def sees(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        def sees(_: object, __: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return (number[key] <= number[query]) & (number[query] <= last[key])
 
         mask = sees
@@ -57,7 +57,7 @@ class PathBlocks:
             # The kernel takes tensors alone.
             before = positions - window
 
-            def sees_within(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            def sees_within(_: object, __: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
                 return sees(_, __, query, key) & (before[query] < positions[key])
 
             mask = sees_within

@@ -4,9 +4,8 @@ Megatron itself falls back to torch's AdamW, whose state has another layout: Meg
 into a distributed optimizer that has not made a step with it.
 """
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
 
 class PlainAdam(torch.optim.Optimizer):
@@ -14,19 +13,19 @@ class PlainAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = step = int(group.get("step", 0)) + 1
             (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -235,7 +234,7 @@ class HeadAwareDdp(DistributedDataParallel):
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = super()._make_backward_post_hook(param)
 
-        def count_as_ready(*_: Any) -> None:
+        def count_as_ready(*_: object) -> None:
             is_absent = param.grad is None
             if is_absent:
                 # It takes the memory of one element, and is not added.

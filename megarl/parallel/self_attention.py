@@ -1,7 +1,6 @@
 """Extend Megatron's self-attention by what some models do with queries and keys before their scores."""
 
 import copy
-from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
@@ -19,7 +18,7 @@ class LayerAttention(SelfAttention):
     many frequencies: first those of layers that attend to all positions, then those of layers with a window.
     """
 
-    def __init__(self, config: TransformerConfig, *, options: AttentionOptions, **named: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, options: AttentionOptions, **named: object) -> None:
         if options.local_rope:
             config = copy.copy(config)
             # That of the other layers may belong to the scaling of their rope.
@@ -31,7 +30,9 @@ class LayerAttention(SelfAttention):
             widths = (number * self.hidden_size_per_attention_head for number in heads)
             self.q_layernorm, self.k_layernorm = (WideNorm(config, width, group=self.tp_group) for width in widths)
 
-    def forward(self, hidden_states: torch.Tensor, *arguments: Any, rotary_pos_emb: torch.Tensor, **named: Any) -> Any:
+    def forward(
+        self, hidden_states: torch.Tensor, *arguments: object, rotary_pos_emb: torch.Tensor, **named: object
+    ) -> object:
         """Attend as Megatron does, with the angles of this layer's rope."""
         if self.local_rope is not None:
             rotary_pos_emb = rotary_pos_emb.unflatten(-1, (2, 2, -1))[..., int(self.local_rope), :].flatten(-2)

@@ -1,7 +1,7 @@
 """Exchange activations and their gradients between pipeline stages without telling each other their shapes first."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -32,6 +32,6 @@ class KnownShapes(P2PCommunicator):
         self._from_next = iter([shapes[i] for i, chunk in order if stage < last or chunk > 0])
 
     def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
         return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None

@@ -5,7 +5,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +61,7 @@ class _Losses:
 
     def __call__(
         self, model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
         """Compute the loss of a micro-batch from what the head found."""
         request, rows = self.request, self.rows
         complete = {name: model.complete_rows(pack, values) for name, values in by_name(out).items()}

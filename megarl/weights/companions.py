@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.weights.hub import SMALL_FILES
 from megarl.weights.tables import Family
@@ -22,7 +21,9 @@ def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEI
         shutil.copyfile(file, copy)
 
 
-def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, scalar_head: bool) -> dict[str, Any]:
+def exported_config(
+    config: Mapping[str, object], family: Family, *, dtype: str, scalar_head: bool
+) -> dict[str, object]:
     """Return a model's config.json with the exported dtype and, for a critic, the architecture with a scalar head."""
     changed = {**config, "dtype": dtype}
     changed.pop("torch_dtype", None)
@@ -36,6 +37,6 @@ def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, sc
     return changed
 
 
-def write_config(file: Path, config: Mapping[str, Any]) -> None:
+def write_config(file: Path, config: Mapping[str, object]) -> None:
     """Write a model's config.json or generation_config.json as indented JSON."""
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

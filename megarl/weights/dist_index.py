@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -66,7 +66,7 @@ class StoredTensor:
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler for checkpoint metadata that accepts only a fixed list of classes, because others could run code."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)

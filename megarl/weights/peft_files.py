@@ -35,7 +35,7 @@ _VARIANTS: Mapping[str, str] = {
         ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), "A and B are used otherwise"
     ),
 }
-# LinkSettings to begin that leave the base's weights as they are; others take the adapter's first product out of them.
+# Initialisations that leave the base's weights as they are; others take the adapter's first product out of them.
 _BEGINNINGS = (None, True, False, "", "gaussian", "eva", "orthogonal")
 # The base of adapters must agree in these with that which they were trained on; shapes are compared one by one.
 _OF_BASE = (

@@ -156,7 +156,7 @@ class Family:
     local_rope: bool = False
     scales_embedding: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    required: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     section: str | None = None

@@ -155,7 +155,7 @@ def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES)
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 
 
-def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
+def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, object]:
     """Return the content of a model's index file (INDEX_NAME), given the result of `plan_files`."""
     return {
         "metadata": {"total_size": sum(spec.num_bytes for group in plan.values() for spec in group.values())},

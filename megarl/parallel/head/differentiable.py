@@ -103,7 +103,7 @@ class DeferredGradients(torch.autograd.Function):
         return found.logprobs, found.entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[object, ...]:
         shard, chunk_tokens, kernels, logit_cap, sinks = ctx.context
         if ctx.spent:
             raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
@@ -191,7 +191,7 @@ class GradientsInChunk(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[object, ...]:
         used_logprobs, used_entropy = ctx.saved_tensors
         require_same_gradient("log-probs", used_logprobs, grad_logprobs)
         require_same_gradient("entropy", used_entropy, grad_entropy)

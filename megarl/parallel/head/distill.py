@@ -265,7 +265,7 @@ class DistilledGradients(torch.autograd.Function):
         return *values, table
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if ctx.spent:
             raise RuntimeError("log-prob head with a teacher: a second backward, but gradients are made once")
         x, teacher, sinks = ctx.context

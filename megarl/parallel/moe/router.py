@@ -5,7 +5,6 @@ number of micro-batches may be in flight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class PackRouter(TopKRouter):
     holds for each micro-batch what `row_sums` gives of this rank's tokens, as [2, rows, E].
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.pack: Pack | None = None
         self.group_rating = 1
@@ -102,12 +101,12 @@ class RoutedExperts(MoELayer):
 
     recomputed: bool
 
-    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *arguments: object, **named: object) -> object:
         if not (self.recomputed and self.training and torch.is_grad_enabled()):
             return super().forward(hidden_states, *arguments, **named)
         pack, compute = self.router.pack, super().forward
 
-        def compute_for_pack(hidden: torch.Tensor) -> Any:
+        def compute_for_pack(hidden: torch.Tensor) -> object:
             self.router.pack = pack
             return compute(hidden, *arguments, **named)
 
@@ -121,13 +120,13 @@ class RoutedExperts(MoELayer):
 class RoutedLayer(TransformerLayer):
     """A decoder layer with experts that passes the current pack to its router before each forward."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         # Not in the spec: Megatron gives its groups only to layers of classes that it knows.
         self.mlp.__class__ = RoutedExperts
         self.mlp.recomputed, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False
 
-    def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
+    def forward(self, *arguments: object, packed_seq_params: PackedSeqParams | None = None, **named: object) -> object:
         assert isinstance(packed_seq_params, PackSeqParams)
         self.mlp.router.pack = packed_seq_params.pack
         try:

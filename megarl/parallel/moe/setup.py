@@ -1,7 +1,6 @@
 """Set up mixture-of-experts models: Megatron's options, process groups that reduce gradients, and frozen routers."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import RowParallelLinear
@@ -12,7 +11,7 @@ from megarl.parallel.moe.router import moe_layers
 from megarl.weights.dims import Dims
 
 
-def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[str, Any]:
+def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[str, object]:
     """Return the fields of Megatron's configuration for experts, or {} for a dense model."""
     experts = dims.experts
     if experts is None:
@@ -20,7 +19,7 @@ def expert_options(dims: Dims, layout: LayoutConfig, config: MoeConfig) -> dict[
     num_groups = experts.routing.num_groups if experts.routing is not None else 1
     fused = fused_kernels(config, engine=transformer_engine_version(), num_groups=num_groups)
     with_experts = [int(layer in experts.layers) for layer in range(dims.num_layers)]
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "num_moe_experts": experts.num,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn,
@@ -62,7 +61,7 @@ class ExpertOutput(RowParallelLinear):
     Where all experts are on one rank, the output would be that of a sum over one rank: a view, which must not change.
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)
         self.explicit_expert_comm = True
 
