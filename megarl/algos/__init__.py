@@ -7,7 +7,7 @@ chosen by name from a registry of functions. None of them depends on processes, 
 inputs with the other short names that `tests/helpers/examples.py` defines.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megarl.algos.build import build_algorithm
@@ -19,7 +19,7 @@ __all__ = ["ComposedAlgorithm", "MismatchSums", "SftAlgorithm", "build_algorithm
 
 if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Import an exported name on first use, so that processes without torch can import this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

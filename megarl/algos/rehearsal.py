@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, GREEDY_SCORE, Estimate
-from megarl.algos.aggregation import AGGREGATIONS
-from megarl.algos.corrections import CORRECTIONS, LogRatios
-from megarl.algos.filters import GROUP_FILTERS, ScoredGroup
-from megarl.algos.kl import KL_ESTIMATORS
+from megarl.algos.advantages.estimator import Estimator
+from megarl.algos.aggregation import AGGREGATIONS, Aggregation
+from megarl.algos.corrections import CORRECTIONS, CorrectionRule, LogRatios
+from megarl.algos.filters import GROUP_FILTERS, GroupFilter, ScoredGroup
+from megarl.algos.kl import KL_ESTIMATORS, KLEstimator
 from megarl.algos.masked import require_per_token
-from megarl.algos.policy_losses import FURTHER_INPUTS, POLICY_LOSSES, PolicyLossInputs, PolicyLossTerms
-from megarl.algos.preference import PREFERENCE_LOSSES, PairLogprobs, PairLosses
-from megarl.algos.shaping import ADVANTAGE_SHAPERS, ShapingInputs
+from megarl.algos.policy_losses import FURTHER_INPUTS, POLICY_LOSSES, PolicyLoss, PolicyLossInputs, PolicyLossTerms
+from megarl.algos.preference import PREFERENCE_LOSSES, PairLogprobs, PairLosses, PreferenceLoss
+from megarl.algos.shaping import ADVANTAGE_SHAPERS, AdvantageShaper, ShapingInputs
 from megarl.config.schema import Config
 from megarl.errors import RehearsalError
-from megarl.registry import FunctionRegistry
+from megarl.registry import F, FunctionRegistry, T
 from megarl.types import Advantages, ScoredBatch, TokenQuantity
 
 _LENGTHS, _NUM_TOKENS = (6, 3, 5, 1), 6
@@ -40,8 +41,9 @@ class Material:
     batch: ScoredBatch
 
 
-Rehearsal: TypeAlias = Callable[[Any, Material], None]
-REHEARSALS: dict[FunctionRegistry[Any, Any], Rehearsal] = {}
+# Called with an entry of its registry, and material.
+Rehearsal: TypeAlias = Callable[[T, Material], None]
+REHEARSALS: dict[FunctionRegistry[Any, Any], Rehearsal[Any]] = {}
 
 
 def made_up(config: Config) -> Material:
@@ -70,8 +72,8 @@ def made_up(config: Config) -> Material:
     )
 
 
-def _rehearses(registry: FunctionRegistry[Any, Any]) -> Callable[[Rehearsal], Rehearsal]:
-    def add(rehearsal: Rehearsal) -> Rehearsal:
+def _rehearses(registry: FunctionRegistry[F, T]) -> Callable[[Rehearsal[T]], Rehearsal[T]]:
+    def add(rehearsal: Rehearsal[T]) -> Rehearsal[T]:
         REHEARSALS[registry] = rehearsal
         return rehearsal
 
@@ -122,7 +124,7 @@ def _require_gradient(loss: Tensor, values: Tensor, mask: Tensor, what: str) -> 
 
 
 @_rehearses(POLICY_LOSSES)
-def _policy_loss(entry: Any, material: Material) -> None:
+def _policy_loss(entry: PolicyLoss, material: Material) -> None:
     batch, what = material.batch, "the loss"
     mask = batch.loss_mask
     advantages = torch.where(torch.arange(len(mask)) % 2 == 0, 1.0, -1.0)[:, None].expand(mask.shape).clone()
@@ -147,7 +149,7 @@ def _policy_loss(entry: Any, material: Material) -> None:
 
 
 @_rehearses(ADVANTAGE_ESTIMATORS)
-def _estimator(entry: Any, material: Material) -> None:
+def _estimator(entry: Estimator, material: Material) -> None:
     batch, cfg = material.batch, material.config.algo.advantage
     with _unchanged(batch):
         raw = entry.raw(batch, cfg)
@@ -170,7 +172,7 @@ def _estimator(entry: Any, material: Material) -> None:
 
 
 @_rehearses(CORRECTIONS)
-def _correction(entry: Any, material: Material) -> None:
+def _correction(entry: CorrectionRule, material: Material) -> None:
     batch, cfg = material.batch, material.config.algo.correction
     sampled = batch.loss_mask
     difference = batch.quantity(TokenQuantity.OLD_LOGPROBS) - batch.quantity("rollout_logprobs")
@@ -185,7 +187,7 @@ def _correction(entry: Any, material: Material) -> None:
 
 
 @_rehearses(GROUP_FILTERS)
-def _filter(entry: Any, material: Material) -> None:
+def _filter(entry: GroupFilter, material: Material) -> None:
     batch = material.batch
     for uid in dict.fromkeys(batch.uids):
         scores = [float(r) for r, own in zip(batch.rewards, batch.uids, strict=True) if own == uid]
@@ -198,7 +200,7 @@ def _filter(entry: Any, material: Material) -> None:
 
 
 @_rehearses(ADVANTAGE_SHAPERS)
-def _shaper(entry: Any, material: Material) -> None:
+def _shaper(entry: AdvantageShaper, material: Material) -> None:
     batch = material.batch
     advantages = torch.where(batch.loss_mask, 0.5 - batch.rewards[:, None], 0.0)
     x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=material.config.algo, vocab_size=1000)
@@ -211,7 +213,7 @@ def _shaper(entry: Any, material: Material) -> None:
 
 
 @_rehearses(AGGREGATIONS)
-def _aggregation(entry: Any, material: Material) -> None:
+def _aggregation(entry: Aggregation, material: Material) -> None:
     mask = material.batch.loss_mask
     loss = material.batch.quantity(TokenQuantity.VALUES).clone().requires_grad_()
     with _unchanged({"loss": loss, "mask": mask}):
@@ -223,7 +225,7 @@ def _aggregation(entry: Any, material: Material) -> None:
 
 
 @_rehearses(KL_ESTIMATORS)
-def _kl(entry: Any, material: Material) -> None:
+def _kl(entry: KLEstimator, material: Material) -> None:
     batch, mask = material.batch, material.batch.loss_mask
     old = batch.quantity(TokenQuantity.OLD_LOGPROBS)
     for reference in (old, batch.quantity(TokenQuantity.REF_LOGPROBS)):
@@ -235,7 +237,7 @@ def _kl(entry: Any, material: Material) -> None:
 
 
 @_rehearses(PREFERENCE_LOSSES)
-def _preference(entry: Any, material: Material) -> None:
+def _preference(entry: PreferenceLoss, material: Material) -> None:
     values = material.batch.quantity(TokenQuantity.VALUES)
     for sign in (1.0, -1.0):
         ratios = (sign * torch.stack([values[0], values[1]])).requires_grad_()
@@ -254,7 +256,7 @@ def _preference(entry: Any, material: Material) -> None:
         _require_gradient(found.losses.sum(), ratios, torch.ones_like(ratios, dtype=torch.bool), "the losses of pairs")
 
 
-def rehearse_part(registry: FunctionRegistry[Any, Any], entry: Any, material: Material) -> bool:
+def rehearse_part(registry: FunctionRegistry[Any, Any], entry: object, material: Material) -> bool:
     """Call a part of an algorithm as its kind is called; return whether its kind is called at all.
 
     Raises RehearsalError or ValueError for what it must not do, and whatever it raises itself.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
@@ -35,7 +35,7 @@ class TemplateRefusal(DataError):  # noqa: N818 - the template's decision, not a
 
 
 def load_tokenizer(
-    path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
+    path: str | Path, key: str = "model.path", arguments: Mapping[str, object] | None = None
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model directory, and fix arguments of its chat template.
 
@@ -72,7 +72,7 @@ def encode_chats(
     *,
     add_generation_prompt: bool = True,
     prefill: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
     places: Sequence[str] = (),
 ) -> list[list[int]]:
     """Encode chats as token ids with the tokenizer's chat template.
@@ -133,7 +133,7 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> lis
     return texts
 
 
-def require_tools(tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Mapping[str, Any]]) -> None:
+def require_tools(tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Mapping[str, object]]) -> None:
     """Raise ConfigError if there are tools and the chat template never reads any."""
     if tools and "tools" not in str(tokenizer.get_chat_template(tools=list(tools))):
         raise ConfigError(
@@ -148,7 +148,7 @@ def render_chats(
     *,
     add_generation_prompt: bool = True,
     prefill: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
     places: Sequence[str] = (),
 ) -> list[str]:
     """Render chats as text with the chat template. For arguments and errors see `encode_chats`."""

@@ -43,7 +43,7 @@ _ESCAPED_HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?
 _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 
-def _require_empty(value: Any, name: str, where: str) -> None:
+def _require_empty(value: object, name: str, where: str) -> None:
     """Raise DataError, which names the row (`where`), for a value of a column of `UNREAD_COLUMNS`."""
     if read_structure(value, f"{where}: {name}") not in (None, "", [], {}):
         raise DataError(f"{where}: {name} is not read here; {UNREAD_COLUMNS[name]}")
@@ -79,14 +79,14 @@ class ParquetFile:
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._batches else 0
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Mapping[str, object]:
         which = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[which]
         start = index - (int(self._ends[which]) - batch.num_rows)
-        row: Mapping[str, Any] = self._rows(batch.slice(start, 1), index)[0]
+        row: Mapping[str, object] = self._rows(batch.slice(start, 1), index)[0]
         return row
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
         first = 0
         for batch in self._batches:
             for start in range(0, batch.num_rows, READ_ROWS):
@@ -123,10 +123,10 @@ class ParquetFile:
                     what = f"{name} has a text that is not UTF-8 ({error.reason} at byte {error.start})"
                     raise DataError(f"{self._path} row {row}: {what}; {REPAIR}") from error
 
-    def _rows(self, batch: pa.RecordBatch, first: int) -> Sequence[Mapping[str, Any]]:
+    def _rows(self, batch: pa.RecordBatch, first: int) -> Sequence[Mapping[str, object]]:
         """Return a batch's rows, of which `first` is the number of the first one; maps become dictionaries."""
         try:
-            rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts=self._maps)
+            rows: list[dict[str, object]] = batch.to_pylist(maps_as_pydicts=self._maps)
         # Python has no value for a map with one key twice, a time in nanoseconds, a year after 9999 or such.
         except (KeyError, ValueError, OverflowError) as error:
             for i, name in product(range(batch.num_rows), batch.schema.names):
@@ -149,7 +149,7 @@ def _is_narrow(kind: pa.DataType) -> bool:
     return pa.types.is_float16(kind) or pa.types.is_float32(kind) or any(map(_is_narrow, inner))
 
 
-def _shortest(value: Any, kind: pa.DataType) -> Any:
+def _shortest(value: Any, kind: pa.DataType) -> object:
     """Return a value with each narrow number as the shortest decimal that is stored as it: 0.1, and not 0.0999755859375
     or 0.10000000149011612.
     """
@@ -187,7 +187,7 @@ class JsonlFile:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Mapping[str, object]:
         if self._map is None:
             raise IndexError(index)
         start = self._starts[index]
@@ -208,7 +208,7 @@ class JsonlFile:
             raise DataError(f"{self._path} row {index}: {found}; complete or remove it")
         return row
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
         for index in range(len(self)):
             row = self[index]
             if not self._unread.isdisjoint(row):
@@ -279,11 +279,11 @@ class RowFiles:
     def __len__(self) -> int:
         return self._ends[-1] if self._files else 0
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Mapping[str, object]:
         which, row = self._locate(index)
         return self._files[which][row]
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
         return chain.from_iterable(self._files)
 
     def counts(self, indices: Sequence[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """Read chats as lists of turns, each with a speaker and a text."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megarl.data.written import read_turns, require_text
 from megarl.errors import DataError
@@ -22,7 +21,7 @@ _MEANT = SHAREGPT_ROLES | {"prompter": "user", **dict.fromkeys(("ai", "bot", "ch
 UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
-def read_messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
+def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
     """Read a list of turns from column `name`. With `text_role`, a plain text becomes one turn with that role.
 
     Raises DataError, which names `where`, for anything else.
@@ -56,7 +55,7 @@ def read_messages(row: Mapping[str, Any], name: str, where: str, *, text_role: s
     return tuple(messages)
 
 
-def read_answer(row: Mapping[str, Any], name: str, where: str) -> Message:
+def read_answer(row: Mapping[str, object], name: str, where: str) -> Message:
     """Read an answer from column `name`, a text or one turn of the assistant; DataError names `where` otherwise."""
     turns = read_messages(row, name, where, text_role="assistant")
     if len(turns) != 1 or turns[0].role != "assistant" or not turns[0].content:
@@ -64,7 +63,7 @@ def read_answer(row: Mapping[str, Any], name: str, where: str) -> Message:
     return turns[0]
 
 
-def as_openai_turn(turn: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+def as_openai_turn(turn: Mapping[str, object], place: str) -> Mapping[str, object]:
     """Return a turn in OpenAI's form, also of one in ShareGPT's; DataError for a speaker that it does not have."""
     if turn.get("from") is None:
         return turn
@@ -73,7 +72,7 @@ def as_openai_turn(turn: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     return {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
 
 
-def text_of(row: Mapping[str, Any], name: str, where: str) -> str:
+def text_of(row: Mapping[str, object], name: str, where: str) -> str:
     """Return a column's text; DataError names `where` if it has none."""
     value = row.get(name)
     if not isinstance(value, str):

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from megarl.config.algo import CpoConfig, DemonstrationConfig
 from megarl.config.environments import EnvironmentConfig
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 # Marks a token for which the demonstrator's probability is unknown.
 UNKNOWN_PROB = -1.0
 
-ToolsOf: TypeAlias = Callable[[str], Sequence[Mapping[str, Any]]]
+ToolsOf: TypeAlias = Callable[[str], Sequence[Mapping[str, object]]]
 
 
-def no_tools(_: str) -> Sequence[Mapping[str, Any]]:
+def no_tools(_: str) -> Sequence[Mapping[str, object]]:
     """Return no schemas."""
     return ()
 
@@ -119,13 +119,13 @@ class PromptDataset:
         self.num_prompts_by_file = self._files.counts(self._kept)
         self._require_usable(demonstrations)
 
-    def _target(self, row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    def _target(self, row: Mapping[str, object], where: str) -> tuple[Message, ...]:
         """Return a row's answer, as a turn; without one there is none."""
         key = self._settings.target_key
         return (read_answer(row, key, where),) if row.get(key) else ()
 
     def _demonstration(
-        self, answers: Answers, row: Mapping[str, Any], record: PromptRecord, cfg: DemonstrationConfig, where: str
+        self, answers: Answers, row: Mapping[str, object], record: PromptRecord, cfg: DemonstrationConfig, where: str
     ) -> tuple[list[int], bool]:
         """Encode a row's target as the policy would have written it; also return whether the row has `target_probs`.
 
@@ -161,7 +161,9 @@ class PromptDataset:
                 "set strategy=none"
             )
 
-    def _checked(self, index: int, row: Mapping[str, Any]) -> tuple[int, str, Mapping[str, Any], PromptRecord, str]:
+    def _checked(
+        self, index: int, row: Mapping[str, object]
+    ) -> tuple[int, str, Mapping[str, object], PromptRecord, str]:
         """Parse a row, and return it with its place and its environment; DataError if it has no question and no
         environment that writes one.
         """
@@ -171,7 +173,7 @@ class PromptDataset:
             require_words(record.messages, where)
         return index, where, row, record, environment
 
-    def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
+    def _environment_of(self, row: Mapping[str, object], where: str) -> str:
         """Return the name of a row's environment; empty: it has none."""
         name = row.get(self._environment.key) or self._environment.default or ""
         if not isinstance(name, str):

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,7 +73,7 @@ class PromptRecord:
     data_source: str
     ground_truth: str
     label: object
-    extra_info: Mapping[str, Any]
+    extra_info: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ def required_columns(form: DataConfig) -> tuple[str, ...]:
     return form.prompt_key, form.label_key or "reward_model"
 
 
-def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PromptRecord:
+def parse_prompt(row: Mapping[str, object], where: str, form: DataConfig | None = None) -> PromptRecord:
     """Parse a prompt row, with the column names in `form`; DataError names the row (`where`) and what is wrong.
 
     A ground truth that is not text, such as Countdown's {target, numbers}, becomes JSON. The data source may be in its
@@ -127,8 +126,9 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
         label, place = row.get(form.label_key), form.label_key
     if label is None:
         raise DataError(f"{where}: {place} is missing, expected a ground truth; see data.label_key")
-    text = label
-    if not isinstance(label, str):
+    if isinstance(label, str):
+        text = label
+    else:
         try:
             text = json.dumps(_without_nulls(label), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -151,7 +151,7 @@ def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = N
 
 
 def _with_system(
-    row: Mapping[str, Any], messages: tuple[Message, ...], where: str, form: DataConfig
+    row: Mapping[str, object], messages: tuple[Message, ...], where: str, form: DataConfig
 ) -> tuple[Message, ...]:
     """Put a system turn before a chat that has none: the text of the row's column `system`, or of the settings."""
     given = text_of(row, "system", where) if row.get("system") else None
@@ -165,7 +165,7 @@ def _with_system(
     return messages
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """Remove the nulls that Parquet puts into structs for fields that other rows have."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
@@ -183,7 +183,7 @@ def _answer_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
 
 
 def parse_demonstration(
-    row: Mapping[str, Any], where: str, form: DataConfig | None = None, settings: SftConfig | None = None
+    row: Mapping[str, object], where: str, form: DataConfig | None = None, settings: SftConfig | None = None
 ) -> DemonstrationRecord:
     """Parse a row of supervised training; DataError names the row (`where`) and what is wrong.
 
@@ -222,9 +222,9 @@ def parse_demonstration(
     return DemonstrationRecord(messages=messages, trained=trained)
 
 
-def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+def _parse_chat(row: Mapping[str, object], name: str, where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
     """Read a chat in OpenAI's or ShareGPT's form, and the indices of the turns to imitate."""
-    chat, turns, left_out = read_turns(row[name], f"{where}: {name}"), list[Any](), list[int]()
+    chat, turns, left_out = read_turns(row[name], f"{where}: {name}"), list[object](), list[int]()
     for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
         place = f"{where}: {name}[{i}]"
         if isinstance(turn, Mapping):
@@ -247,7 +247,7 @@ def _question_columns(form: DataConfig) -> tuple[str, ...]:
     return ("prompt", "messages") if form.prompt_key == "prompt" else (form.prompt_key,)
 
 
-def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PreferenceRecord:
+def parse_preference(row: Mapping[str, object], where: str, form: DataConfig | None = None) -> PreferenceRecord:
     """Parse a preference row; DataError names `where` and what is wrong.
 
     `form` may name the column with the prompt, and give a chat a system turn.
@@ -282,7 +282,7 @@ def parse_preference(row: Mapping[str, Any], where: str, form: DataConfig | None
     )
 
 
-def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
+def parse_target_probs(row: Mapping[str, object], where: str) -> tuple[float, ...]:
     """Read `target_probs`, in (0, 1] or -1; empty if the row has none. DataError names `where` and what is wrong."""
     value = read_structure(row.get("target_probs"), f"{where}: target_probs")
     if value is None:
@@ -295,13 +295,13 @@ def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Write rows as a Parquet file with the columns of `SCHEMA`; keys that a row leaves out become nulls."""
     with replacing(path) as file:
         pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)
 
 
-def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -> Mapping[str, Any]:
+def _mapping(row: Mapping[str, object], name: str, where: str, *, required: bool) -> Mapping[str, object]:
     value = row.get(name)
     value = read_structure(value, f"{where}: {name}") if isinstance(value, str) else value
     if value is None and not required:

@@ -8,7 +8,7 @@ before it merges.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
 from megarl.data.pieces import encode_pieces
@@ -80,11 +80,11 @@ class InterTurnTokens:
                 "would never read; set it to user"
             )
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""
         return encode_chats(self._tokenizer, [messages], prefill=True, tools=tools, places=["the opening"])[0]
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """Return the text of a chat up to where the assistant speaks next."""
         return render_chats(self._tokenizer, [messages], tools=tools, places=["the conversation"])[0]
 

@@ -7,7 +7,6 @@ import ast
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from megarl.errors import DataError
 from megarl.host.unicode import find_surrogate
@@ -28,7 +27,7 @@ _REWRITE = "write a list of {role, content}, or JSON of one"
 _SPEAKERS, _TEXTS = frozenset({"role", "from"}), frozenset({"content", "value"})
 
 
-def read_structure(value: Any, place: str) -> Any:
+def read_structure(value: object, place: str) -> object:
     """Return what a text stands for that is JSON, or Python's notation, of anything; any other value as it is.
 
     Raises DataError, which names the text's `place`, if it stands for a text that UTF-8 cannot hold.
@@ -49,7 +48,7 @@ def read_structure(value: Any, place: str) -> Any:
     return value if isinstance(found, str) else found
 
 
-def read_turns(value: Any, place: str) -> Any:
+def read_turns(value: object, place: str) -> object:
     """Return the turns that a text stands for: `read_structure` of a list, of which each item has a speaker.
 
     Any other text is returned as it is: it may begin like a list, or be data that a prompt is about. Raises DataError,
@@ -109,8 +108,8 @@ def require_text(content: str, place: str) -> None:
         )
 
 
-def _holds_turns(value: Any) -> bool:
+def _holds_turns(value: object) -> bool:
     """Return whether a value is a turn or a list of turns, in OpenAI's form or ShareGPT's; some may lack their text."""
     turns = value if isinstance(value, list | tuple) else [value]
-    are_spoken = all(isinstance(turn, Mapping) and _SPEAKERS & turn.keys() for turn in turns)
-    return bool(turns) and are_spoken and any(_TEXTS & turn.keys() for turn in turns)
+    keys = [{*turn} if isinstance(turn, Mapping) else set() for turn in turns]
+    return all(_SPEAKERS & each for each in keys) and any(_TEXTS & each for each in keys)

@@ -59,7 +59,7 @@ class AgentEnvironment(Environment):
         if command and shutil.which(command[0]) is None:
             raise ConfigError(f"{KEY}.command: there is no program {command[0]!r}; name one on PATH, or its path")
         function = load_object(agent, f"{KEY}.agent") if isinstance(agent, str) else agent
-        self._call: Callable[[Prompt, str], Awaitable[Any]]
+        self._call: Callable[[Prompt, str], Awaitable[object]]
         if function is None:
             self._call = lambda prompt, url: _run_program(command, prompt, url, self.process_environment)
         elif inspect.iscoroutinefunction(function):
@@ -141,14 +141,14 @@ class AgentEnvironment(Environment):
 
 async def _run_program(
     command: Sequence[str], prompt: Prompt, url: str, variables: Mapping[str, str]
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """Run an agent's program with these environment variables and those of its chat; return the JSON object in the
     last line that it writes, if there is one.
 
     Raises RuntimeError with the last line of its errors if it fails, or if the last line that it writes is too long.
     Whatever it started in its session ends with it.
     """
-    row: dict[str, Any] = {"uid": prompt.uid, "messages": [message.as_dict() for message in prompt.messages]}
+    row: dict[str, object] = {"uid": prompt.uid, "messages": [message.as_dict() for message in prompt.messages]}
     row |= {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
     process = await asyncio.create_subprocess_exec(
         *command,

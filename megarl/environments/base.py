@@ -59,7 +59,7 @@ class Reply:
     reward: float = 0.0
     rewards: Mapping[int, float] = field(default_factory=dict)
     num_calls: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 class Environment:
@@ -71,7 +71,7 @@ class Environment:
     """
 
     # Schemas of functions that the chat template writes into the prompt, in OpenAI's form.
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     # Whether `start` returns the whole prompt, instead of what follows the messages of the row.
     owns_prompt: ClassVar[bool] = False
     # Environment variables for the processes that it starts: the usual ones and those of `environment.pass_env`. They
@@ -155,7 +155,7 @@ def is_rehearsed(cfg: EnvironmentConfig, name: str) -> bool:
     return ":" in name if entry is None else entry.rehearse
 
 
-def tools_of(cfg: EnvironmentConfig, name: str) -> Sequence[Mapping[str, Any]]:
+def tools_of(cfg: EnvironmentConfig, name: str) -> Sequence[Mapping[str, object]]:
     """Return the schemas of an environment's tools. Raises ConfigError as `open_environments` does."""
     return open_environments(cfg, [name])[name].made_in_time().tools
 
@@ -165,7 +165,7 @@ class Maker:
     """Makes environments of one class with the same arguments."""
 
     factory: EnvironmentFactory
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     process_environment: Mapping[str, str]
     key: str
     timeout_s: float

@@ -105,7 +105,7 @@ def _forget(task: "asyncio.Task[Any]") -> None:
 class _Call(Future[Any]):
     """A call in a thread. Who waits for it cancels it, which a call that runs takes as: nobody waits any more."""
 
-    def __init__(self, threads: "CallThreads", function: Callable[[], Any], name: str) -> None:
+    def __init__(self, threads: "CallThreads", function: Callable[[], object], name: str) -> None:
         super().__init__()
         self._threads, self.function, self.name = threads, function, name
         self.thread = threading.Thread(target=threads.work, args=(self,), daemon=True, name=f"call of {name}")
@@ -135,7 +135,7 @@ class CallThreads(ThreadPoolExecutor):
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **named: Any) -> "Future[T]":
         # asyncio.to_thread hands a function over as the argument of a partial Context.run.
-        own: Any = function
+        own: object = function
         if isinstance(function, functools.partial):
             own = function.args[0] if function.args else function.func
         work = functools.partial(function, *arguments, **named)

@@ -23,7 +23,7 @@ from megarl.types import Message
 # Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do
 # not. Every other field that is not read, such as temperature, is ignored: the run's settings decide how turns are
 # sampled.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
+REFUSED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(
         ("functions", "structured_outputs", "stop_token_ids", "bad_words", "chat_template_kwargs"), ({}, [])
     ),
@@ -55,7 +55,7 @@ class TurnAsked:
 
     messages: tuple[Message, ...]
     after_turn: int | None
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, object]]
     max_tokens: int | None
     num_tries: int
 
@@ -77,7 +77,7 @@ class _Request:
     """
 
     said: list[_Said]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, object]]
     may_call: bool
     max_tokens: int | None
     num_tries: int
@@ -99,7 +99,7 @@ class Chat:
         self.key = secrets.token_urlsafe(16)
         self._parse = parse
         # The messages up to the answer, and the tools, of each answered turn. Its text, by the message that was sent.
-        self._answered: list[tuple[list[_Said], Sequence[Mapping[str, Any]]]] = []
+        self._answered: list[tuple[list[_Said], Sequence[Mapping[str, object]]]] = []
         self._texts: dict[_Said, str] = {}
         self.turns: dict[str, list[int]] = {}
         self._waiting: deque[_Request] = deque()
@@ -237,7 +237,7 @@ class Chat:
                 waiting.answer.set_exception(RequestError("the conversation has ended"))
 
 
-def _refuse_fields(body: Mapping[str, Any]) -> None:
+def _refuse_fields(body: Mapping[str, object]) -> None:
     """Raise RequestError for fields that cannot be honoured, and must not be ignored."""
     for name, harmless in REFUSED.items():
         if body.get(name) is not None and body[name] not in harmless:
@@ -268,11 +268,11 @@ def _in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
     return ordered
 
 
-def _field(message: Any, name: str) -> Any:
+def _field(message: object, name: str) -> Any:
     return message.get(name) if isinstance(message, Mapping) else None
 
 
-def _read_message(message: Any, place: str) -> _Said:
+def _read_message(message: object, place: str) -> _Said:
     """Read what counts of a message. Raises RequestError for one that is not text."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise RequestError(f"{place} is {str(message)[:80]}, expected an object with a role among {', '.join(ROLES)}")

@@ -74,7 +74,7 @@ class PythonEnvironment(ToolEnvironment):
         tools: Sequence[str | Callable[..., Any]] = (),
         setup: str = "",
         timeout_s: float = 10.0,
-        limits: Mapping[str, Any] | None = None,
+        limits: Mapping[str, object] | None = None,
         import_paths: Sequence[str] = (),
         isolation: str = "auto",
         **arguments: Any,
@@ -150,7 +150,7 @@ class RepairEnvironment(Environment):
         self,
         *,
         timeout_s: float = 10.0,
-        limits: Mapping[str, Any] | None = None,
+        limits: Mapping[str, object] | None = None,
         import_paths: Sequence[str] = (),
         isolation: str = "auto",
     ) -> None:

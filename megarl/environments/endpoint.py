@@ -105,7 +105,7 @@ def _error(status: int, message: str) -> Response:
 def _events(completion: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]:
     """Yield a completion as the events of a stream: each turn and its end, and what it used if that is asked for."""
     head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    parts: list[dict[str, Any]] = []
+    parts: list[dict[str, object]] = []
     for choice in completion["choices"]:
         delta = dict(choice["message"])
         if "tool_calls" in delta:

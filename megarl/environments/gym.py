@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from megarl.config.optional import import_optional
@@ -20,7 +21,7 @@ _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 
 # Writes an observation for the policy, and reads an action from a turn; ValueError says what is wrong with the turn.
 Render: TypeAlias = Callable[[Any], str]
-Parse: TypeAlias = Callable[[str], Any]
+Parse: TypeAlias = Callable[[str], object]
 
 
 @ENVIRONMENTS.register("gymnasium")
@@ -37,7 +38,7 @@ class GymnasiumEnvironment(Environment):
         self,
         *,
         id: str,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         render: str | Render | None = None,
         parse: str | Parse | None = None,
     ) -> None:
@@ -96,14 +97,14 @@ class GymnasiumEnvironment(Environment):
         if self._env is not None:
             await in_thread(self._env.close)
 
-    def _written(self, observation: Any) -> str:
+    def _written(self, observation: object) -> str:
         if self._render is not None:
             return self._render(observation)
         if self._arguments.get("render_mode") != "ansi":
             return str(observation)
         return _COLOUR.sub(lambda found: "]" if found[1] in ("", "0") else "[", self._env.render()).strip("\n")
 
-    def _read(self, text: str) -> Any:
+    def _read(self, text: str) -> object:
         """Return the action of a turn. Raises ValueError if there is none that the environment allows."""
         space = self._env.action_space
         if self._parse is not None:
@@ -120,7 +121,7 @@ class GymnasiumEnvironment(Environment):
         return move
 
 
-def _gymnasium() -> Any:
+def _gymnasium() -> ModuleType:
     return import_optional("gymnasium", package="gymnasium", key="environment.entries.*.type=gymnasium")
 
 

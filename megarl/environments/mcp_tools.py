@@ -242,7 +242,7 @@ class McpEnvironment(ToolEnvironment):
         )
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
+    def tools(self) -> Sequence[Mapping[str, object]]:  # type: ignore[override]
         """Return the schemas of the server's tools. Raises ConfigError if it cannot be reached."""
         if not self._in_prompt:
             return ()

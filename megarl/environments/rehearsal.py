@@ -3,18 +3,19 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply
 from megarl.errors import RehearsalError
 from megarl.types import Message, Prompt
 
-Schemas: TypeAlias = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+Schemas: TypeAlias = Sequence[Mapping[str, object]]
 
 # Turns after which the script leaves.
 _MOST_TURNS = 4
-_EXAMPLES: Mapping[str, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+_EXAMPLES: dict[str, object] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
 async def play(make: Callable[[], Environment], prompt: Prompt, *, max_turns: int, reply_s: float) -> Schemas:
@@ -41,7 +42,7 @@ async def play(make: Callable[[], Environment], prompt: Prompt, *, max_turns: in
         await _in_time(environment.close(), reply_s, "close")
 
 
-async def _in_time(call: Any, reply_s: float, name: str) -> Any:
+async def _in_time(call: Awaitable[T], reply_s: float, name: str) -> T:
     if not hasattr(call, "__await__"):
         raise RehearsalError(f"{name} returned {call!r:.80} at once, expected a coroutine; define it by async def")
     try:
@@ -55,7 +56,7 @@ async def _in_time(call: Any, reply_s: float, name: str) -> Any:
 def _script(environment: Environment) -> Iterator[str]:
     """Yield turns of a policy: a call of each tool with arguments of the right types, then plain answers."""
     for tool in environment.tools:
-        function = tool.get("function", tool)
+        function: Any = tool.get("function", tool)
         properties = function.get("parameters", {}).get("properties", {})
         arguments = {
             name: each["enum"][0] if each.get("enum") else _EXAMPLES.get(str(each.get("type")), "1")

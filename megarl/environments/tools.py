@@ -59,7 +59,7 @@ class ToolEnvironment(Environment):
         self._in_prompt, self._timeout_s, self._max_result_chars = in_prompt, timeout_s, max_result_chars
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:  # type: ignore[override]
+    def tools(self) -> Sequence[Mapping[str, object]]:  # type: ignore[override]
         """Return the schemas of the tools, made from signatures and docstrings; ConfigError for one without them."""
         if not self._in_prompt:
             return ()
@@ -121,11 +121,11 @@ class ToolEnvironment(Environment):
         except Exception as error:
             return self._written(f"error: {describe(error)}"), True
 
-    async def _result_of(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    async def _result_of(self, function: Callable[..., Any], arguments: Mapping[str, object]) -> str:
         """Return the text of what a function returns. Raises LateError, or what the function raises."""
 
         @functools.wraps(function)
-        def call() -> Any:
+        def call() -> object:
             result = function(**arguments)
             return result if inspect.isawaitable(result) else self._written(result)
 
@@ -136,7 +136,7 @@ class ToolEnvironment(Environment):
             return self._written(await attempt(lambda: result, self._timeout_s))
         return str(result)
 
-    def _written(self, result: Any) -> str:
+    def _written(self, result: object) -> str:
         """Return a result as text within the limit. Raises TypeError or ValueError if JSON cannot hold it."""
         if inspect.isgenerator(result) or inspect.isasyncgen(result):
             raise TypeError(f"the tool returned a {type(result).__name__}, expected a text or what JSON can hold")

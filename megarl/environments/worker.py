@@ -38,7 +38,7 @@ class WorkerSpec:
     """
 
     model_path: str
-    chat_template: Mapping[str, Any]
+    chat_template: Mapping[str, object]
     names: tuple[str, ...]
     config: EnvironmentConfig
     max_prompt_tokens: int | None = None
@@ -97,7 +97,7 @@ class EpisodeReply:
     reward: float = 0.0
     rewards: Mapping[int, float] = field(default_factory=dict)
     num_calls: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
     is_anew: bool = False
     part: ChatPart | None = None
     after_turn: int | None = None
@@ -299,7 +299,7 @@ def sendable(reply: EpisodeReply) -> EpisodeReply:
     return replace(reply, details=details)
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: Any) -> object:
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):
         # A number of NumPy's or torch's.
         return value.item()

@@ -63,7 +63,7 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET.search(plain)) and not _ABOUT.search(plain)
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: object, name: str = "") -> Any:
     """Return a JSON value without its secrets; `name` is its dotted key, of which the last part counts."""
     key = name.rpartition(".")[2]
     return _masked(value, key, is_secret=is_secret_name(key))
@@ -81,7 +81,7 @@ def masked_text(text: str) -> str:
     return _FORMS.sub(MASK, text)
 
 
-def require_unmasked(settings: Mapping[str, Any]) -> None:
+def require_unmasked(settings: Mapping[str, object]) -> None:
     """Raise ConfigError if a setting has a mask in the place of its secret, because a saved configuration is used."""
     for key, value in _texts(settings, ""):
         if MASK in value:
@@ -91,7 +91,7 @@ def require_unmasked(settings: Mapping[str, Any]) -> None:
             )
 
 
-def require_no_secrets(words: Any, key: str) -> None:
+def require_no_secrets(words: object, key: str) -> None:
     """Raise ConfigError if a command, or a flag of one, has a secret: every user of a host can read command lines."""
     if masked(words) != words:
         raise ConfigError(
@@ -100,7 +100,7 @@ def require_no_secrets(words: Any, key: str) -> None:
         )
 
 
-def _masked(value: Any, name: str, *, is_secret: bool) -> Any:
+def _masked(value: object, name: str, *, is_secret: bool) -> Any:
     if isinstance(value, Mapping):
         inner = is_secret or name.lower() in _WHOLLY
         about = name.endswith("_env")
@@ -143,7 +143,7 @@ def _masked_address(rest: str) -> str:
     return _QUERY.sub(query, rest)
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
     """Yield every text of a JSON value with its dotted key."""
     if isinstance(value, str):
         yield key, value

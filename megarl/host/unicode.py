@@ -7,7 +7,6 @@ as `\\ud83d` alone, which is what remains of an emoji that was cut in two.
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Deeper values than this come from a mistake, and neither JSON nor Python's own functions take any depth.
@@ -47,7 +46,7 @@ def visible(text: str, *, keep_lines: bool = False) -> str:
     return text if text.isascii() and text.isprintable() else text.translate(_LINES if keep_lines else _LINE)
 
 
-def find_surrogate(value: Any, place: str) -> str | None:
+def find_surrogate(value: object, place: str) -> str | None:
     """Describe a text within a JSON value that UTF-8 cannot hold, the first one, keys included; None if there is none.
 
     place: the name of the value in the description, such as `prompt` or `data.system_prompt`.
@@ -83,7 +82,7 @@ def readable(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def plain(value: Any, *, depth: int = 0) -> Any:
+def plain(value: object, *, depth: int = 0) -> object:
     """Return a value as one that can always be written: JSON's types alone, with texts and keys that UTF-8 can hold.
 
     Arrays become lists, anything else that JSON does not know its text, and what is nested more than 64 deep "…".

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tqdm import tqdm
 
@@ -114,7 +114,7 @@ def read_status(root: Path) -> RunStatus:
         return RunStatus(**json.loads(path.read_bytes()))
 
 
-def describe_status(root: Path, *, now: float) -> dict[str, Any]:
+def describe_status(root: Path, *, now: float) -> dict[str, object]:
     """Return what `megarl status` prints, by name; unknown values are left out. `now`: seconds since 1970."""
     status, paths = read_status(root), RunPaths(root)
     state = status.state
@@ -122,7 +122,7 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
         state = "lost: its process has ended"
     elif state == "running" and now - status.written > LOST_S:
         state = f"lost: no sign of life for {tqdm.format_interval(now - status.written)}"
-    seen: dict[str, Any] = {
+    seen: dict[str, object] = {
         "state": state,
         "command": status.command,
         "driver": f"{status.host}, process {status.pid}" + (f", job {status.job_id}" if status.job_id else ""),

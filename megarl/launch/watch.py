@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -41,7 +40,7 @@ def _picture(root: Path) -> Group:
     metrics = [record.metrics for record in read_metrics(path)] if path.exists() else []
     for name, key in {**SHOWN_METRICS, "validation": "val/test_score"}.items():
         if values := [m[key] for m in metrics if key in m]:
-            numbers: list[Any] = [values[0], values[-1], min(values), max(values)]
+            numbers: list[object] = [values[0], values[-1], min(values), max(values)]
             curves.add_row(name, sparkline(values, _WIDTH), *(f"{number:.4g}" for number in numbers))
     return Group(status, "", curves)
 

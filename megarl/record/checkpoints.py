@@ -55,11 +55,11 @@ class RunState:
     gate_passed: bool = True
     sampler: Mapping[str, Any]
     algo: AlgoState
-    source: Mapping[str, Any]
+    source: Mapping[str, object]
     score: float | None
     config: Config
     portable: bool = True
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "config": masked_settings(self.config)}, indent=1)

@@ -119,7 +119,7 @@ class RunInputs:
                     if path.stat().st_mtime_ns == each.mtime_ns:
                         prints[below] = replace(each, full=full)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what a checkpoint keeps. Files that an argument names and the run itself writes are not inputs."""
         return {
             key: [

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -62,7 +61,7 @@ TOKEN_COLUMNS = (
     *("tokens", "rollout_logprobs", "old_logprobs", "advantage", "hint_gain", "base_advantage", "divergence"),
 )
 # Columns that files of earlier versions lack, with what such a file would say.
-_LATER_COLUMNS: Mapping[str, Any] = {**{key: [] for key in (*TOKEN_COLUMNS, "turns")}, "num_calls": 0}
+_LATER_COLUMNS: Mapping[str, object] = {**{key: [] for key in (*TOKEN_COLUMNS, "turns")}, "num_calls": 0}
 ROLLOUT_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import DataError
 from megarl.host.sharing import shared_as
@@ -30,7 +29,7 @@ def write_trace(timeline: Path, out: Path) -> None:
         )
 
 
-def trace_events(intervals: Sequence[Interval], run: str) -> list[dict[str, Any]]:
+def trace_events(intervals: Sequence[Interval], run: str) -> list[dict[str, object]]:
     """Return a complete event (ph X) for each interval, after metadata events (ph M) that name the run and its lanes.
 
     Times ts and durations dur are whole microseconds since the first interval's start. Both ends of an interval are
@@ -42,7 +41,7 @@ def trace_events(intervals: Sequence[Interval], run: str) -> list[dict[str, Any]
     """
     first_s = min(interval.start_s for interval in intervals)
     threads = {lane: number for number, lane in enumerate(lanes_of(intervals), start=1)}
-    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": run}}]
+    events: list[dict[str, object]] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": run}}]
     for lane, tid in threads.items():
         thread = {"ph": "M", "pid": _PROCESS, "tid": tid}
         events.append({"name": "thread_name", **thread, "args": {"name": lane}})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
@@ -35,7 +35,7 @@ class TrackedRun:
     project: str
     name: str
     root: Path
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     resumed_step: int | None
 
     def id(self, tracker: str) -> str:
@@ -50,8 +50,8 @@ class TrackedRun:
 class OpenedRun:
     """A run that a tracker has opened: what logs metrics of a step at a Unix time, and what ends the run."""
 
-    log: Callable[[dict[str, float], int, float], Any]
-    finish: Callable[[RunOutcome], Any]
+    log: Callable[[dict[str, float], int, float], object]
+    finish: Callable[[RunOutcome], object]
 
 
 class TrackerSink:
@@ -112,7 +112,7 @@ class TrackerSink:
                 self._ending.wait(RETRY_S)
 
 
-def _wandb(package: Any, run: TrackedRun) -> OpenedRun:
+def _wandb(package: ModuleType, run: TrackedRun) -> OpenedRun:
     """Open a Weights & Biases run, which keeps the first record of a step: those of repeated steps are ignored."""
     opened = package.init(
         project=run.project, name=run.name, dir=str(run.root), config=run.settings, id=run.id("wandb"), resume="allow"
@@ -125,7 +125,7 @@ def _wandb(package: Any, run: TrackedRun) -> OpenedRun:
     )
 
 
-def _trackio(package: Any, run: TrackedRun) -> OpenedRun:
+def _trackio(package: ModuleType, run: TrackedRun) -> OpenedRun:
     """Open a run of trackio, which knows it by its name, and neither times of records nor how a run ended."""
     opened = package.init(project=run.project, name=run.name, config=run.settings, resume="allow", embed=False)
     return OpenedRun(
@@ -133,7 +133,7 @@ def _trackio(package: Any, run: TrackedRun) -> OpenedRun:
     )
 
 
-def _swanlab(package: Any, run: TrackedRun) -> OpenedRun:
+def _swanlab(package: ModuleType, run: TrackedRun) -> OpenedRun:
     """Open a run of SwanLab. Only its server continues runs: a resumed run that is tracked on disk is a new one."""
     opened = package.init(
         project=run.project,
@@ -150,7 +150,7 @@ def _swanlab(package: Any, run: TrackedRun) -> OpenedRun:
     )
 
 
-def _mlflow(package: Any, run: TrackedRun) -> OpenedRun:
+def _mlflow(package: ModuleType, run: TrackedRun) -> OpenedRun:
     """Open a run of MLflow; its server draws the id, and a resumed run names it. The settings become its artifact, if
     there is a storage for it.
     """
@@ -187,7 +187,7 @@ class Tracker:
 
     setting: str
     package: str
-    open: Callable[[Any, TrackedRun], OpenedRun]
+    open: Callable[[ModuleType, TrackedRun], OpenedRun]
 
 
 TRACKERS = (
@@ -198,7 +198,7 @@ TRACKERS = (
 )
 
 
-def require_trackers(cfg: LoggingConfig) -> dict[Tracker, Any]:
+def require_trackers(cfg: LoggingConfig) -> dict[Tracker, ModuleType]:
     """Import the packages of the trackers that are set; ConfigError with the remedy if one is not installed."""
     return {
         tracker: import_optional(tracker.package, package=tracker.package, key=f"logging.{tracker.setting}")

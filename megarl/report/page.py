@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlencode
 
 from markupsafe import Markup
@@ -118,7 +117,7 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
     )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield nested sections as dotted keys with text values; lists are joined by commas, null is "none"."""
     for key, value in tree.items():
         if isinstance(value, Mapping):

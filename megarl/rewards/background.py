@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megarl.host.clock import AwakeLoop
 
@@ -21,11 +21,11 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Start a coroutine, and return a future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
+    def close(self, last: Coroutine[object, object, None]) -> None:
         """Run a last coroutine, such as one that closes connections, and end the thread."""
         self.start(last).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)

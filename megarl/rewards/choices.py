@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from megarl.errors import DataError
 from megarl.rewards.mathematics import ANSWER_LINE, ANSWER_LINE_CHARS, reward_of_answer
@@ -28,7 +27,9 @@ def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
     return Equality.UNPARSED if stated is None else Equality.of(stated == gold.upper())
 
 
-def score_letters(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: AnswerOptions) -> Reward:
+def score_letters(
+    response: str, ground_truth: str, extra_info: Mapping[str, object], *, options: AnswerOptions
+) -> Reward:
     """Score 1 if the response states the letter of the right choice, else 0.
 
     Without a box and "the answer is", the last `Answer: B` counts. Raises DataError for a ground truth without a

@@ -26,7 +26,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def score_countdown(
-    response: str, ground_truth: str, extra_info: Mapping[str, Any], *, format_score: float = 0.0
+    response: str, ground_truth: str, extra_info: Mapping[str, object], *, format_score: float = 0.0
 ) -> Reward:
     """Score 1 if the last `<answer>…</answer>` uses each number exactly once and |value − target| < 1e-5.
 

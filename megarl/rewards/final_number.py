@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from megarl.errors import DataError
 from megarl.rewards.scorers import AFTER_MARK, SCORERS, reward_of
@@ -38,7 +37,7 @@ def parse_stated(line: str) -> Number | None:
 
 
 @SCORERS.register("openai/gsm8k", **AFTER_MARK)
-def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score 1 if the line after the last `####` in the last 300 characters is a number with the value of the ground
     truth, else 0.
 

@@ -7,7 +7,7 @@ a step it returns the rewards of all samples of the step together.
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from megarl.types import Reward
 from megarl.types.judged import FinishedSample, Trouble
@@ -63,7 +63,7 @@ class JudgeSession(Protocol):
     def add(self, item: FinishedSample) -> None:
         """Accept a finished sample and start to judge it, without waiting for its reward."""
 
-    def pending(self) -> Sequence[Future[Any]]:
+    def pending(self) -> Sequence[Future[object]]:
         """Return all answers that have been asked for, except those that only `Judge.finish` starts; errors of answers
         surface there, too.
         """
@@ -78,7 +78,7 @@ class Gathered:
     def add(self, item: FinishedSample) -> None:
         self.items.append(item)
 
-    def pending(self) -> Sequence[Future[Any]]:
+    def pending(self) -> Sequence[Future[object]]:
         return ()
 
 

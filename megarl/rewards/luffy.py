@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.rewards.mathematics import compare_either, gold_answer, reward_of_answer, score_math_verify
 from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
@@ -32,7 +32,7 @@ LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
 }
 
 
-def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, version: LuffyVersion) -> Reward:
+def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, object], *, version: LuffyVersion) -> Reward:
     """Score 1 if the answer after the thoughts equals the ground truth, else 0, comparing as the LUFFY version says."""
     gold = gold_answer(ground_truth)
     if version.needs_thinking and "</think>" not in response:

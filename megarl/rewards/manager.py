@@ -145,7 +145,7 @@ class Judging:
         for name in self.asked[item]:
             self.sessions[name].add(item)
 
-    def pending(self) -> list[Future[Any]]:
+    def pending(self) -> list[Future[object]]:
         """Return all answers that have been asked for; `RewardManager.finish` asks for the rest, and raises errors."""
         return [future for session in self.sessions.values() for future in session.pending()]
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 from megarl.errors import DataError
 from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer, reward_of
@@ -102,7 +101,7 @@ def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, o
 def score_answer(
     response: str,
     ground_truth: str,
-    extra_info: Mapping[str, Any],
+    extra_info: Mapping[str, object],
     *,
     compare: AnswerComparison,
     options: AnswerOptions,
@@ -111,7 +110,7 @@ def score_answer(
     return reward_of_answer(extract_answer(response, options), gold_answer(ground_truth), compare, options)
 
 
-def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score 1 if the last `Answer: …` in the last 300 characters is spelled like the ground truth, otherwise 0."""
     found = ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
     answer = found[-1] if found else None
@@ -122,7 +121,7 @@ def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str,
 
 
 @lru_cache(maxsize=8192)
-def _parse_gold(gold: str) -> tuple[Any, ...]:
+def _parse_gold(gold: str) -> tuple[object, ...]:
     from math_verify import LatexExtractionConfig, parse
 
     parsed = tuple(parse(rf"\boxed{{{gold}}}", (LatexExtractionConfig(),), parsing_timeout=None))
@@ -131,7 +130,7 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
     return parsed
 
 
-def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score 1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
 
     math-verify reads the last box, or without a box the last 512 characters. Texts that are costly to evaluate score 0,

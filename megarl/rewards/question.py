@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megarl.types import Message, Reward
 
@@ -19,7 +18,7 @@ class Question:
     prompt: str
     response: str
     ground_truth: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    extra_info: Mapping[str, object] = field(default_factory=dict)
     messages: Sequence[Message] = ()
     group: str = ""
     response_ids: tuple[int, ...] = ()

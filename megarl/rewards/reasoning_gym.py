@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Mapping
-from typing import Any
 
 from megarl.config.optional import import_optional
 from megarl.errors import DataError
@@ -11,7 +10,7 @@ from megarl.types import Reward
 
 
 @SCORERS.register("reasoning_gym", after_thoughts=True)
-def score_reasoning_gym(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+def score_reasoning_gym(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score the last `<answer>…</answer>` from 0 to 1 as the problem's dataset does; 1 is correct.
 
     `ground_truth` is the dataset's entry, as `megarl_lab.recipes.reasoning_gym` writes it. Raises DataError for any

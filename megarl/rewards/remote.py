@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
@@ -113,7 +112,7 @@ class RemoteJudge:
                 return _Answer(reply=None, seconds=awake_s() - began, failures=failures, is_refused=True)
         return _Answer(reply=None, seconds=awake_s() - began, failures=failures)
 
-    async def _post(self, url: str, body: bytes) -> Any:
+    async def _post(self, url: str, body: bytes) -> object:
         """Send a request, and return the JSON of a successful answer."""
         async with self._client.stream("POST", url, content=body) as response:
             response.raise_for_status()

@@ -23,7 +23,7 @@ class Scorer(Protocol):
     A scorer accepts any text, and raises DataError for a malformed ground truth. Its caller limits its time.
     """
 
-    def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward: ...
+    def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RegisteredScorer:
     states: Callable[[str], str] | None = None
     after_thoughts: bool = False
 
-    def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any], **arguments: Any) -> Reward:
+    def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, object], **arguments: Any) -> Reward:
         read = after_thoughts(response) if self.after_thoughts else response
         return self.scorer(read, ground_truth, extra_info, **arguments)
 
@@ -104,7 +104,7 @@ _FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
 }
 
 
-def score_format(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, check: FormatCheck) -> Reward:
+def score_format(response: str, ground_truth: str, extra_info: Mapping[str, object], *, check: FormatCheck) -> Reward:
     """Score 1 if the response passes the format check, else 0; the ground truth is ignored."""
     well_formed = check(response)
     return reward_of(well_formed, parse_failed=not well_formed)
@@ -119,7 +119,7 @@ for _name in FORMATS:
 
 
 @SCORERS.register("short_answer", truths=any_answer, states="<answer>{}</answer>".format, after_thoughts=True)
-def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score 1 if the last `<answer>…</answer>` equals the ground truth, as Search-R1 compares them, else 0.
 
     Case, punctuation, articles (a, an, the), repeated spaces and Unicode's forms of a character do not count, but signs
@@ -164,7 +164,7 @@ def _form_of(character: str) -> str:
 
 
 @SCORERS.register("megarl/sums", "megarl/calculator", **AFTER_MARK)
-def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0."""
     before, mark, number = response.rpartition(_MARK)
     well_formed = bool(mark) and _MARK.strip() not in before and re.fullmatch("[0-9]+", number) is not None

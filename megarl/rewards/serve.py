@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -109,7 +108,7 @@ class RewardService:
             return JSONResponse({"error": str(error)}, status_code=500)
 
 
-def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, object]:
     """Build the reply: rewards, correctness as `scores`, other numbers as `extra_logs`.
 
     A row that nobody could judge has null as its reward and score, and the reason in `extra_logs.unjudged`. Names of
@@ -135,7 +134,7 @@ def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def decode_request(body: Any, data_source: str | None) -> list[Question]:
+def decode_request(body: object, data_source: str | None) -> list[Question]:
     """Parse a request into questions; its queries are prompt + response. Raise BadRequestError if it is malformed."""
     if not isinstance(body, Mapping):
         raise BadRequestError("got no object, expected query, prompts and labels")
@@ -169,7 +168,7 @@ def decode_request(body: Any, data_source: str | None) -> list[Question]:
     return questions
 
 
-def _texts(body: Mapping[str, Any], name: str) -> list[str]:
+def _texts(body: Mapping[str, object], name: str) -> list[str]:
     column = body.get(name)
     if not isinstance(column, list) or not all(isinstance(text, str) for text in column):
         raise BadRequestError(f"{name}: expected a list of strings")

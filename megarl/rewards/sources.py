@@ -106,10 +106,10 @@ def score(
     data_source: str,
     response: str,
     ground_truth: str,
-    extra_info: Mapping[str, Any],
+    extra_info: Mapping[str, object],
     *,
     source: SourceSpec | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> Reward:
     """Score a response as `source` specifies, or without it by the data source's entry in `SOURCES`.
 
@@ -133,11 +133,11 @@ def score(
 def judge_by_source(
     response: str,
     ground_truth: str,
-    extra_info: Mapping[str, Any],
+    extra_info: Mapping[str, object],
     *,
     data_source: str,
     source: SourceSpec,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
 ) -> Reward:
     """Call `score` for one response. Workers of the verifier pool import this function by name."""
     return score(data_source, response, ground_truth, extra_info, source=source, arguments=arguments)

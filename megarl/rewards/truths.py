@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -74,11 +74,11 @@ def without_stop(text: str) -> str:
     return _END.sub("", text).lstrip()
 
 
-def _structure(ground_truth: str) -> Any:
+def _structure(ground_truth: str) -> object:
     """Return the list or object that a text writes in JSON or Python's notation, the text itself if it writes none."""
     if "\0" in ground_truth:
         raise DataError(f"ground truth {ground_truth[:60]!r}: got a NUL character, expected text; remove it")
-    found: Any = ground_truth
+    found: object = ground_truth
     if ground_truth.startswith(("[", "{")):
         with suppress(ValueError, RecursionError):
             return json.loads(ground_truth)
@@ -88,7 +88,7 @@ def _structure(ground_truth: str) -> Any:
     return found if isinstance(found, list | dict) else ground_truth
 
 
-def _value(found: Any, ground_truth: str) -> Any:
+def _value(found: object, ground_truth: str) -> object:
     if not isinstance(found, dict):
         return found
     if len(found) != 1 or not found.keys() & set(_FIELDS):
@@ -97,7 +97,7 @@ def _value(found: Any, ground_truth: str) -> Any:
     return value
 
 
-def _each(found: Sequence[Any], ground_truth: str) -> list[str]:
+def _each(found: Sequence[object], ground_truth: str) -> list[str]:
     if not all(isinstance(each, str | int | float) for each in found):
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
     texts = [each if isinstance(each, str) else json.dumps(each) for each in found]

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeGuard
 
 from megarl.types import DROPPED, Reward
 from megarl.types.judged import FinishedSample
@@ -40,7 +40,7 @@ class ServiceReply:
     rewards: Sequence[float | None]
     scores: Sequence[float | None] | None
     logs: Mapping[str, Sequence[float | None]]
-    notes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    notes: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
     def reward(self, row: int) -> Reward:
         """Return a row's reward; it is correct if its score is above 0.5 or, without scores, its reward is above 0.
@@ -60,7 +60,7 @@ class ServiceReply:
         )
 
 
-def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
+def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[object]]:
     """Build the body of a request that asks a service to judge samples."""
     return {
         "query": [item.prompt_text + item.response for item in items],
@@ -71,7 +71,7 @@ def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
     }
 
 
-def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
+def decode_reply(reply: object, num_rows: int) -> ServiceReply:
     """Check a service's answer to `num_rows` rows; BadReplyError if it is malformed."""
     if not isinstance(reply, dict):
         raise BadReplyError(f"got {reply!r:.80}, expected an object with rewards")
@@ -82,7 +82,7 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
         raise BadReplyError(f"extra_logs: got {logs!r:.80}, expected an object")
     # A single value applies to every row.
     columns = {str(name): entry if isinstance(entry, list) else [entry] * num_rows for name, entry in logs.items()}
-    numbers, notes = dict[str, Sequence[float | None]](), dict[str, Sequence[Any]]()
+    numbers, notes = dict[str, Sequence[float | None]](), dict[str, Sequence[object]]()
     for name, column in columns.items():
         if len(column) != num_rows:
             raise BadReplyError(f"extra_logs.{name}: got {len(column)} values, expected {num_rows}, one per row")
@@ -109,7 +109,7 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
     )
 
 
-def note(value: Any) -> Any:
+def note(value: object) -> object:
     """Convert a value to JSON types, arrays to lists. A value that is too long, or that JSON cannot express, becomes
     text.
     """
@@ -120,14 +120,13 @@ def note(value: Any) -> Any:
     return json.loads(text) if len(text) <= MAX_NOTE_CHARS else text[:MAX_NOTE_CHARS]
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number, not a boolean."""
     # JSON as Python reads it has NaN, and integers beyond every float.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _numbers(name: str, values: Any, num_rows: int) -> list[float | None]:
+def _numbers(name: str, values: object, num_rows: int) -> list[float | None]:
     """Return the list `name` of an answer if it has one finite number, or None, for each row; otherwise raise
     BadReplyError.
     """

@@ -12,7 +12,7 @@ token from; log-probs of this token are then those of the distribution over them
 train: those that the policy sampled, and demonstrations.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.types.arrays import BoolArray, ExpertArray, FloatArray, IdArray, IntArray, NucleusArray
 from megarl.types.rows import LikelyTokens, Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
@@ -100,7 +100,7 @@ __all__ = [
 
 if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Import names that need torch on first use, so that processes without torch can import this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,7 @@ def joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArr
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
 
 
-def ordering_key(numbers: npt.NDArray[Any]) -> bytes:
+def ordering_key(numbers: npt.NDArray[np.integer]) -> bytes:
     """Return bytes that are ordered as sequences of integers from 0 to 2³² − 1 are, by the first that differs.
 
     >>> ordering_key(np.array([1, 255])) < ordering_key(np.array([1, 256])) < ordering_key(np.array([1, 256, 0]))

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -188,7 +188,7 @@ def length_blocks(lengths: Sequence[int], num_tokens: int = BLOCK_TOKENS) -> lis
     return blocks
 
 
-def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:
+def pad_rows(arrays: Sequence[npt.NDArray[np.generic]], *, dtype: torch.dtype) -> torch.Tensor:
     """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding.
 
     >>> pad_rows([np.array([1, 2]), np.array([3])], dtype=torch.long).tolist()

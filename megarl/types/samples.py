@@ -198,7 +198,7 @@ class Episode:
     seconds: float = 0.0
     awaits_reply: bool = False
     is_cut: bool = False
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
     failure: str = ""
     reason: str = ""
     chat: tuple[ChatPart, ...] = ()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megarl.data.files import RowFiles
+from megarl.data.messages import text_of
 from megarl.data.records import write_parquet
 from megarl.errors import DataError
 
@@ -21,21 +22,19 @@ def convert_gsm8k(path: str | Path, out_dir: str | Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     files, rows = RowFiles([path], columns=COLUMNS, required=COLUMNS), []
     for index, row in enumerate(files):
-        for name in COLUMNS:
-            if not isinstance(row.get(name), str):
-                raise DataError(f"{files.where(index)}: {name} is {row.get(name)!r}, expected a string")
-        solution, mark, value = row["answer"].rpartition("#### ")
+        question, answer = (text_of(row, name, files.where(index)) for name in COLUMNS)
+        solution, mark, value = answer.rpartition("#### ")
         if not mark or not solution or not value.strip():
-            raise DataError(f"{files.where(index)}: the answer ends in {row['answer'][-40:]!r}, expected '#### value'")
+            raise DataError(f"{files.where(index)}: the answer ends in {answer[-40:]!r}, expected '#### value'")
         truth = value.strip().replace(",", "").replace("$", "")
         rows.append(
             {
-                "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
+                "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
                 "data_source": DATA_SOURCE,
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": truth},
-                "extra_info": {"index": index, "split": Path(path).stem, "gold_solution": row["answer"]},
-                "target": [{"role": "assistant", "content": row["answer"]}],
+                "extra_info": {"index": index, "split": Path(path).stem, "gold_solution": answer},
+                "target": [{"role": "assistant", "content": answer}],
             }
         )
     write_parquet(out, rows)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.errors import DataError
 from megarl.registry import Registry
@@ -16,26 +16,28 @@ from megarl.rewards.code.tests import Test, as_json
 from megarl_sandbox import Call, Check, RunWithInput
 from megarl_sandbox.jail.tested import entry_point_of
 
-Row = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
+# Reads the tests of a row, given the tolerance of floats.
+Reader: TypeAlias = Callable[[Row, float | None], Iterable[Test]]
 # A signature without a body lacks one of these.
 _BODIES = ("", "    pass", "        pass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestFormat:
-    """A form of tests: the keys that show it, and the function that reads them, given the tolerance of floats."""
+    """A form of tests: the keys that show it, and the function that reads them."""
 
     # Keeps pytest from collecting this class as a test.
     __test__ = False
 
     keys: tuple[str, ...]
-    read: Callable[[Row, float | None], Iterable[Test]]
+    read: Reader
 
 
 TEST_FORMATS: Registry[TestFormat] = Registry("format of tests", key="rewards.sources.NAME.scorer")
 
 
-def parse_tests(truth: str | Row | list[Any], *, tolerance: float | None, form: str | None = None) -> list[Test]:
+def parse_tests(truth: object, *, tolerance: float | None, form: str | None = None) -> list[Test]:
     """Parse the tests of a problem, in the order of the data.
 
     `tolerance` applies to numbers written with a point or an exponent, see `CodeOptions.float_tolerance`. `form` is a
@@ -63,8 +65,8 @@ def parse_tests(truth: str | Row | list[Any], *, tolerance: float | None, form: 
     return tests
 
 
-def _register(name: str, *keys: str) -> Callable[[Callable[[Row, float | None], Iterable[Test]]], Any]:
-    def add(read: Callable[[Row, float | None], Iterable[Test]]) -> Any:
+def _register(name: str, *keys: str) -> Callable[[Reader], Reader]:
+    def add(read: Reader) -> Reader:
         TEST_FORMATS.register(name)(TestFormat(keys=keys, read=read))
         return read
 
@@ -146,13 +148,13 @@ def _read_pytest(row: Row, tolerance: float | None) -> Iterable[Test]:
     yield _check(test, row.get("setup") or "", entry_point_of([str(test)]), tolerance)
 
 
-def _list(value: Any, name: str) -> Sequence[Any]:
+def _list(value: object, name: str) -> Sequence[object]:
     if not isinstance(value, list):
         raise TypeError(f"{name} is a {type(value).__name__}, not a list")
     return value
 
 
-def _pair(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
+def _pair(name: object, given: object, expected: object, tolerance: float | None) -> Test:
     """Make a test that runs a script, or calls a function if it has a name."""
     if name:
         # The arguments are a list, or a text with one JSON value per line.
@@ -173,7 +175,7 @@ def _pair(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test
     return Test(task=RunWithInput(text=texts[0]), expected=texts[1], tolerance=tolerance)
 
 
-def _statements(cases: Sequence[Any], before: str, row: Row, tolerance: float | None) -> Iterable[Test]:
+def _statements(cases: Sequence[object], before: str, row: Row, tolerance: float | None) -> Iterable[Test]:
     entry = row.get("entry_point") or entry_point_of([before, *map(str, cases)])
     for case in cases:
         if not isinstance(case, str):
@@ -181,7 +183,7 @@ def _statements(cases: Sequence[Any], before: str, row: Row, tolerance: float | 
         yield _check(f"{before}\n{case}" if before else case, row.get("setup") or "", entry, tolerance)
 
 
-def _check(code: Any, setup: str, entry: str | None, tolerance: float | None) -> Test:
+def _check(code: object, setup: str, entry: str | None, tolerance: float | None) -> Test:
     """Make a test of test code. ValueError if nothing in it could fail."""
     if not isinstance(code, str):
         raise TypeError(f"a test is {code!r}, not text")

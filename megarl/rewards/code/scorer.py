@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
 
 from megarl.host.programs import open_program
 from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
@@ -80,7 +79,7 @@ _VERDICTS: Mapping[Ending, TestVerdict] = {
 def score_code(
     response: str,
     ground_truth: str,
-    extra_info: Mapping[str, Any],
+    extra_info: Mapping[str, object],
     *,
     options: CodeOptions = _DEFAULT,
     form: str | None = None,

@@ -62,14 +62,14 @@ def same_output(actual: str, expected: str, tolerance: float | None) -> bool:
     return True
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Count the values of JSON, keys included."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(_size, value.values()))
     return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: Any) -> object:
     """Convert a value as a round trip through JSON would: tuples and arrays to lists, keys of dicts to strings."""
     if type(value).__module__ == "numpy":
         value = value.tolist()

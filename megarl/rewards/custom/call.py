@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megarl.host.user_code import line_of
 from megarl.rewards.custom.load import RewardFunction, first_line, load_function
@@ -30,12 +29,12 @@ _SLICE_S = 0.1
 def call_function(
     response: str,
     ground_truth: str,
-    extra_info: Mapping[str, Any],
+    extra_info: Mapping[str, object],
     *,
     rows: Sequence[Question],
     path: str,
     name: str,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     together: bool,
     limit_s: float = math.inf,
 ) -> Reward:
@@ -75,12 +74,12 @@ def _results(
     signature: Signature,
     function: RewardFunction,
     calls: Sequence[Sequence[Question]],
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     limit_s: float,
-) -> list[Any]:
+) -> list[object]:
     """Return what each call returned, or the exception that it raised; calls of a coroutine function overlap."""
 
-    def call(rows: Sequence[Question]) -> Any:
+    def call(rows: Sequence[Question]) -> object:
         try:
             return function(**signature.bind(function, rows, arguments))
         except SoftLimit:
@@ -91,7 +90,7 @@ def _results(
     if not is_async(function):
         return [call(rows) for rows in calls]
 
-    async def one(rows: Sequence[Question]) -> Any:
+    async def one(rows: Sequence[Question]) -> object:
         pending = call(rows)
         try:
             return await pending if inspect.isawaitable(pending) else pending
@@ -112,7 +111,7 @@ def _results(
     return results
 
 
-async def _in_time(calls: Sequence[Coroutine[Any, Any, Any]], limit_s: float) -> tuple[list[Any], bool]:
+async def _in_time(calls: Sequence[Coroutine[object, object, object]], limit_s: float) -> tuple[list[object], bool]:
     """Return the results of the calls, or _LateError of those that take longer than `limit_s`, and whether all that
     they started has ended.
 
@@ -139,7 +138,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def _verdicts(
-    signature: Signature, result: Any, num_rows: int, printed: str, *, where: tuple[Path, RewardFunction]
+    signature: Signature, result: object, num_rows: int, printed: str, *, where: tuple[Path, RewardFunction]
 ) -> list[Verdict]:
     (path, function), outcome = where, "failed"
     if isinstance(result, _LateError):
@@ -163,7 +162,7 @@ def _verdict(reward: Reward | None) -> Verdict:
     return Verdict(reward=reward, outcome="correct" if reward.correct else "wrong")
 
 
-def _encoded(verdict: Verdict, max_note_chars: int) -> dict[str, Any]:
+def _encoded(verdict: Verdict, max_note_chars: int) -> dict[str, object]:
     """Return a verdict as JSON values, with notes that are too long as shortened text."""
     fields = asdict(verdict)
     if verdict.reward is not None:

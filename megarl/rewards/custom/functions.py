@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from megarl.config.rewards import FunctionConfig, RewardsConfig
 from megarl.errors import RunError
@@ -85,7 +85,7 @@ class CustomFunctions:
         with self._lock:
             self._pool = self._pool or self._start()
         each, limit_s = self.functions[name], self.cfg.timeout_s
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "rows": list(rows),
             "path": each.path,
             "name": each.name,
@@ -107,7 +107,7 @@ class CustomFunctions:
 
     def ask_parts(self, name: str, rows: Sequence[Question]) -> list[CustomCall]:
         """Ask a function about rows: by group or all at once, or in one part for each worker."""
-        parts: dict[Any, list[Question]] = {}
+        parts: dict[object, list[Question]] = {}
         for i, row in enumerate(rows):
             part = {"row": i % self.cfg.workers, "batch": 0, "group": row.group}[self.per[name]]
             parts.setdefault(part, []).append(row)

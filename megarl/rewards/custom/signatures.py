@@ -36,10 +36,12 @@ class Signature:
     name: str
     parameter: str
     takes_rows: bool
-    arguments: Callable[[Sequence[Question]], dict[str, Any]]
-    results: Callable[[Any, int], list[Reward | None]]
+    arguments: Callable[[Sequence[Question]], dict[str, object]]
+    results: Callable[[object, int], list[Reward | None]]
 
-    def bind(self, function: RewardFunction, rows: Sequence[Question], extra: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(
+        self, function: RewardFunction, rows: Sequence[Question], extra: Mapping[str, object]
+    ) -> dict[str, object]:
         """Return the keyword arguments of a call, among them `extra`; TypeError if a parameter is not filled."""
         offered, signature = self.arguments(rows), inspect.signature(function)
         if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
@@ -53,7 +55,7 @@ class Signature:
         return {**offered, **extra}
 
 
-def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, Any]) -> Signature:
+def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, object]) -> Signature:
     """Recognise the convention that a function follows; `extra` are arguments that it gets besides.
 
     Raises ConfigError if it follows none, or requires a parameter that nothing fills.
@@ -74,7 +76,7 @@ def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, Any])
     return found
 
 
-def _trl(rows: Sequence[Question]) -> dict[str, Any]:
+def _trl(rows: Sequence[Question]) -> dict[str, object]:
     """Build TRL's arguments: chats as lists of messages, or texts if a chat is unknown, and the columns of the data."""
     are_chats = all(row.messages and not row.is_text for row in rows)
     names = {name for row in rows for name in row.extra_info}
@@ -95,7 +97,7 @@ def _text(row: Question) -> str:
     return row.messages[0].content if row.is_text else row.prompt
 
 
-def _rewards_of_trl(result: Any, num_rows: int) -> list[Reward | None]:
+def _rewards_of_trl(result: object, num_rows: int) -> list[Reward | None]:
     values = plain(result)
     if not isinstance(values, list) or len(values) != num_rows:
         raise BadResultError(f"returned {result!r:.120}, expected a list of {num_rows} numbers or None, one per row")
@@ -110,7 +112,7 @@ def _rewards_of_trl(result: Any, num_rows: int) -> list[Reward | None]:
     return rewards
 
 
-def _rewards_of_openrlhf(result: Any, num_rows: int) -> list[Reward | None]:
+def _rewards_of_openrlhf(result: object, num_rows: int) -> list[Reward | None]:
     try:
         reply = decode_reply(plain(result), num_rows)
     except BadReplyError as error:
@@ -118,7 +120,7 @@ def _rewards_of_openrlhf(result: Any, num_rows: int) -> list[Reward | None]:
     return [None if value is None else reply.reward(row) for row, value in enumerate(reply.rewards)]
 
 
-def _rewards_of_verl_batch(result: Any, num_rows: int) -> list[Reward | None]:
+def _rewards_of_verl_batch(result: object, num_rows: int) -> list[Reward | None]:
     values = plain(result)
     if not isinstance(values, list) or len(values) != num_rows:
         raise BadResultError(f"returned {result!r:.120}, expected a list of {num_rows}, one number or mapping per row")
@@ -127,7 +129,7 @@ def _rewards_of_verl_batch(result: Any, num_rows: int) -> list[Reward | None]:
 
 def _rewards_of_verl(result: Any, num_rows: int) -> list[Reward | None]:
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
-    numbers, notes = dict[str, float](), dict[str, Any]()
+    numbers, notes = dict[str, float](), dict[str, object]()
     for key, value in values.items():
         # Text that looks like a number, such as an extracted answer, is not logged as one.
         with suppress(TypeError, ValueError, OverflowError):
@@ -149,7 +151,7 @@ def _rewards_of_verl(result: Any, num_rows: int) -> list[Reward | None]:
     ]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Convert tensors and arrays to lists; a tensor or array without dimensions becomes a list of one number."""
     if isinstance(value, Mapping):
         return {name: plain(entry) for name, entry in value.items()}

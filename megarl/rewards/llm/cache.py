@@ -4,7 +4,6 @@ import hashlib
 import json
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.host.writing import dispensable
@@ -24,7 +23,7 @@ class AnswerCache:
             raise ConfigError(f"rewards.judges: cannot open the cache {path}: {error}; choose another file") from error
 
     @staticmethod
-    def key(body: Any) -> str:
+    def key(body: object) -> str:
         """Return the key of a request, a hash of its whole body."""
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

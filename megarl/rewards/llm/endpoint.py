@@ -3,9 +3,10 @@
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, RunError
@@ -19,6 +20,8 @@ from megarl.types import FinishReason
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+T = TypeVar("T")
 
 # Statuses of a wrong URL, model or key, which no retry and no other row changes.
 _REFUSALS = (401, 403, 404, 405)
@@ -139,7 +142,7 @@ class EndpointCompletions:
             self._model = str(listed.data[0].id)
             return self._model
 
-    async def _first_answer(self, ask: Any) -> Any:
+    async def _first_answer(self, ask: Callable[["AsyncOpenAI"], Awaitable[T]]) -> T:
         """Return what the first endpoint answers that answers at all; `ask` calls a client."""
         import openai
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
@@ -114,7 +113,7 @@ class QuestionWriter:
                 said = shown.lstrip("\n")
             # It cannot close the tag that it stands in.
             responses.append(said.replace("</response", "< /response"))
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "question": users[-1] if users else first.prompt_text,
             "messages": [message.as_dict() for message in first.prompt.messages],
             "ground_truth": first.prompt.ground_truth,

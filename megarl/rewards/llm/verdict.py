@@ -32,7 +32,7 @@ class VerdictReader:
         """
         if self._cfg.form == "pattern":
             matches = self._pattern.findall(text)
-            found: Mapping[str, Any] = {keys[0]: matches[-1]} if matches else {}
+            found: Mapping[str, object] = {keys[0]: matches[-1]} if matches else {}
         else:
             objects = [each for each in _json_objects(text) if set(keys) & each.keys()]
             found = objects[-1] if objects else {}
@@ -68,7 +68,7 @@ def combine(votes: Sequence[float], how: str) -> float:
     return fmean({vote for vote in votes if votes.count(vote) == most})
 
 
-def _json_objects(text: str) -> Iterator[dict[str, Any]]:
+def _json_objects(text: str) -> Iterator[dict[str, object]]:
     """Yield the JSON objects in a text that lie in no other one."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from megarl.types import Reward
 
@@ -64,8 +64,8 @@ class VerifierJob:
     response: str
     ground_truth: str
     function: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    extra_info: Mapping[str, object] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     deadline_s: float | None = None
 
 

@@ -104,7 +104,7 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
     raise SoftLimit
 
 
-def _reply_of(result: Any, function: str) -> WorkerReply:
+def _reply_of(result: object, function: str) -> WorkerReply:
     """Turn a scorer's return value into a reply; raise ConfigError or NonFiniteError if the value is not a valid
     reward.
     """

@@ -49,7 +49,7 @@ def test_conversion(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         ({"question": "?", "answer": "4"}, "row 1: the answer ends in '4', expected '#### value'"),
         ({"question": "?", "answer": "x #### "}, "row 1: the answer ends in"),
         ({"question": 3, "answer": "x #### 4"}, "row 1: question is 3, expected a string"),
-        ({"question": "?"}, "row 1: answer is None, expected a string"),
+        ({"question": "?"}, "row 1: answer is missing, expected a string"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, row: dict[str, object], message: str) -> None:
