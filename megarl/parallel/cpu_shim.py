@@ -198,7 +198,11 @@ def _replace_shard_collectives() -> None:
         return gloo_shards.all_gather(output, input_, group)
 
     def reduce_scatter(
-        output: torch.Tensor, input_: torch.Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        op: dist.ReduceOp.RedOpType,
+        group: dist.ProcessGroup,
+        async_op: bool,
     ) -> Any:
         if async_op or op != dist.ReduceOp.SUM:
             return scatter(output, input_, op=op, group=group, async_op=async_op)
