@@ -1,7 +1,6 @@
 """Record the failures of a job in a file beside its logs, which outlives the process and survives requeueing."""
 
 import itertools
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,9 +33,9 @@ class AttemptLog:
 
     def read(self) -> list[Attempt]:
         """Return all attempts, the oldest first."""
-        if not os.path.lexists(self._path):
-            return []
-        return read_lines(self._path, lambda fields: Attempt(**fields), expected="an attempt of the job")
+        return read_lines(
+            self._path, lambda fields: Attempt(**fields), expected="an attempt of the job", missing_ok=True
+        )
 
     def num_failures(self) -> int:
         """Count the attempts that failed; an attempt that ended because of a signal does not count."""

@@ -45,12 +45,14 @@ def append_lines(file: FileIO, objects: Iterable[object]) -> None:
             raise
 
 
-def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str) -> list[T]:
+def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str, missing_ok: bool = False) -> list[T]:
     """Parse every line of a file in order; an incomplete last line, left by a kill, is skipped.
 
     Another line that is no JSON, or that `parse` refuses, raises DataError with its number. expected: the rest of that
-    message, what a line should hold.
+    message, what a line should hold. missing_ok: without a file there are no lines.
     """
+    if missing_ok and not os.path.lexists(path):
+        return []
     with reading(path, "JSON lines", remedy=RESTORE):
         lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
     parsed = []

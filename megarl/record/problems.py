@@ -1,6 +1,5 @@
 """Record samples that judges could not judge or read, with the reasons (RUN/reward_problems.jsonl)."""
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -73,6 +72,5 @@ def append_problems(path: Path, records: Iterable[ProblemRecord]) -> None:
 
 def read_problems(path: Path) -> list[ProblemRecord]:
     """Read all records of a run; none if there is no file, because all samples were judged and read."""
-    if not os.path.lexists(path):
-        return []
-    return read_lines(path, lambda row: ProblemRecord(**row), expected="an object with the fields of a ProblemRecord")
+    fields = "an object with the fields of a ProblemRecord"
+    return read_lines(path, lambda row: ProblemRecord(**row), expected=fields, missing_ok=True)

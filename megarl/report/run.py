@@ -91,6 +91,9 @@ def _load_run(run_dir: Path, label: str) -> Run:
     if not records:
         raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
     rollouts = paths.recorded_rollouts()
+    told = read_lines(
+        paths.warnings, lambda row: str(row["text"]), expected="an object of step and text", missing_ok=True
+    )
     return Run(
         label=label,
         series=build_series(records),
@@ -103,14 +106,8 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
         problems=tuple(read_problems(paths.problems)),
-        warnings=tuple(dict.fromkeys(_read_warnings(paths.warnings))),
+        warnings=tuple(dict.fromkeys(told)),
     )
-
-
-def _read_warnings(path: Path) -> list[str]:
-    if not os.path.lexists(path):
-        return []
-    return read_lines(path, lambda row: str(row["text"]), expected="an object of step and text")
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
