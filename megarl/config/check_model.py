@@ -44,7 +44,11 @@ def check_model(
         if not for_sft:
             check_engine_windows(hf_config)
         check_expert_width(config, hf_config, platform().expert_width_multiple)
-    _require_positions(hf_config, role, *longest_row(config, sft=for_sft))
+    (longest, terms), limit = longest_row(config, sft=for_sft), _dimension(hf_config, "max_position_embeddings", role)
+    if limit < longest:
+        whose = "the model" if role == "actor" else f"the {role}"
+        total, remedy = (f"{terms} = {longest}", "shorten one of the two") if " + " in terms else (terms, "lower it")
+        raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
 
 
 def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
@@ -262,14 +266,6 @@ def check_engine_windows(hf_config: Mapping[str, object]) -> None:
             "have windows, but vLLM builds such models with windows in all or none; use another model, or train this "
             "one by megarl sft"
         )
-
-
-def _require_positions(hf_config: Mapping[str, object], role: str, longest: int, terms: str) -> None:
-    limit = _dimension(hf_config, "max_position_embeddings", role)
-    if limit < longest:
-        whose = "the model" if role == "actor" else f"the {role}"
-        total, remedy = (f"{terms} = {longest}", "shorten one of the two") if " + " in terms else (terms, "lower it")
-        raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
 
 
 def _split_sizes(hf_config: Mapping[str, object]) -> list[str]:

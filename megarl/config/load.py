@@ -108,10 +108,12 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
     changes = _parse_overrides(overrides)
     run_file = Path(packaged(str(run_file)))
     group_files, bodies = _collect(run_file, _take_use(changes, "overrides"), ())
-    groups = [_read_group_file(path) for path in group_files.values()]
+    groups = {path: read_yaml(path) for path in group_files.values()}
+    if wrong := next((path for path, tree in groups.items() if "use" in tree), None):
+        raise ConfigError(f"{wrong}: use: only run files may use others; name the files in the run file")
     algo = group_files.get("algo")
     layers = [layer for body in bodies for layer in (body, *_take_for_algo(body, algo))]
-    tree: Tree = reduce(merge, [*groups, *layers, changes], {})
+    tree: Tree = reduce(merge, [*groups.values(), *layers, changes], {})
     return gathered(tree, tree)
 
 
@@ -211,13 +213,6 @@ def _used_file(root: Path, group: str, name: str) -> Path:
         f"use.{group}: no file {name}.yaml in {' or '.join(map(str, places))}; {_nearest(name, there)}"
         f"there are: {', '.join(there) or 'none'}"
     )
-
-
-def _read_group_file(path: Path) -> Tree:
-    tree = read_yaml(path)
-    if "use" in tree:
-        raise ConfigError(f"{path}: use: only run files may use others; name the files in the run file")
-    return tree
 
 
 def _require_file(path: Path, where: str) -> None:

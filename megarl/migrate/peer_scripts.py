@@ -241,7 +241,9 @@ def _circumstances(followed: "Followed", given: Sequence[str]) -> str:
 
 def _nothing(path: Path, followed: "Followed", given: Sequence[str]) -> str:
     """Say why no command starts training."""
-    if any(_is_slime(command.words) for command in followed.executions[0].commands):
+    pattern, options = _SLIME
+    commands = [command.words for command in followed.executions[0].commands]
+    if any(any(map(pattern.fullmatch, words)) and any(option in words for option in options) for words in commands):
         return f"{path}: starts slime or vime, which is not read; give a script of verl, OpenRLHF or LUFFY"
     ended = next((execution.ended for execution in followed.executions if execution.ended), "")
     if ended:
@@ -256,8 +258,3 @@ def _nothing(path: Path, followed: "Followed", given: Sequence[str]) -> str:
         f"{path}: no command that starts training, such as python3 -m verl.trainer.main_ppo or "
         f"python3 -m openrlhf.cli.train_ppo_ray; {remedy}"
     )
-
-
-def _is_slime(words: Sequence[str]) -> bool:
-    pattern, options = _SLIME
-    return any(pattern.fullmatch(word) for word in words) and any(option in words for option in options)

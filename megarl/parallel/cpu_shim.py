@@ -22,11 +22,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     """A torch function mode under which tensors that Megatron creates on or moves to CUDA stay on the CPU."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, object] | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:

@@ -70,7 +70,9 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """
     mask, values = batch.loss_mask, masked_values(batch)
     if cfg.credit == "path":
-        return _gae_of_paths(batch, cfg)
+        after = token_after(turn_tree(batch, paths=True))
+        errors = torch.where(mask, token_rewards(batch) + cfg.gamma * next_sums(values, after) - values, 0.0)
+        return _gae_of(lambda lam: later_sums(errors, after, cfg.gamma * lam), batch, cfg)
     # Move loss tokens to the front, in order, so that the next loss token is in the next column.
     order = (~mask).to(torch.int8).argsort(dim=-1, stable=True)
     packed_values = values.gather(-1, order)
@@ -83,12 +85,6 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
         return torch.where(mask, sums.gather(-1, back), 0.0)
 
     return _gae_of(discounted, batch, cfg)
-
-
-def _gae_of_paths(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    mask, values, after = batch.loss_mask, masked_values(batch), token_after(turn_tree(batch, paths=True))
-    delta = torch.where(mask, token_rewards(batch) + cfg.gamma * next_sums(values, after) - values, 0.0)
-    return _gae_of(lambda lam: later_sums(delta, after, cfg.gamma * lam), batch, cfg)
 
 
 def _gae_of(discounted: Callable[[float], Tensor], batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
