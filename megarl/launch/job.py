@@ -230,7 +230,8 @@ def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
 
 def _wants_queue(signals: Sequence[signal.Signals], job_id: int) -> bool:
     """Return whether to requeue the job: after a preemption or near its time limit, but not if a user cancels it."""
-    if signal.SIGUSR1 in signals:
+    # The first decides: a step that a user stops may last until the limit is near.
+    if signals[0] is signal.SIGUSR1:
         return True
     shown = slurm_says("scontrol", "-o", "show", "job", str(job_id))
     times = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("PreemptTime=")]

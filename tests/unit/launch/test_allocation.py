@@ -142,6 +142,9 @@ def test_without_slurms_commands_a_job_says_so_and_goes_on_where_it_can(
     whole = Allocation(job_id=7, groups=(HostGroup(hosts=("a1", "a2"), cpus_per_host=8),))
     assert whole.without_lost() == whole
     assert not job._wants_queue([signal.SIGTERM], 7)
+    # The limit comes near before the step ends that a user stops, or that the limit has stopped.
+    assert not job._wants_queue([signal.SIGTERM, signal.SIGUSR1], 7)
+    assert job._wants_queue([signal.SIGUSR1, signal.SIGTERM], 7)
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     with pytest.raises(ConfigError, match="of this job: Unable to contact slurm controller"):
