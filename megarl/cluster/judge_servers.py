@@ -58,10 +58,8 @@ class JudgeServerActor(RunActor):
         port = self._held.getsockname()[1]
         # The key is not on the command line, which every user of the host can read.
         passed = child_environment(cfg.pass_env, key="rewards.judge_servers.NAME.pass_env")
-        self._command, self._environment = (
-            server_command(cfg, address, port),
-            {**passed, **SAFE_PATH, KEY_VARIABLE: api_key},
-        )
+        self._command = server_command(cfg, address, port)
+        self._environment = {**passed, **SAFE_PATH, KEY_VARIABLE: api_key}
         self._serve()
         assert self._server is not None
         url, deadline = f"http://{address}:{port}", awake_s() + timeout_s
