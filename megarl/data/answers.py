@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from megarl.config.schema import Config
-from megarl.data.chat import render_row
+from megarl.data.chat import render_chats
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form, declared_stop_tokens, stop_tokens_in, stop_tokens_of
 from megarl.data.thoughts import after_prompt, unended_thought
@@ -127,7 +127,7 @@ class Answers:
                 thinks though the template's prompt has closed the thought, or not though it has opened one.
         """
         answer = Message(role="assistant", content=self._without_end(target))
-        (opening,) = render_row(self._tokenizer, [messages], where, prefill=True)
+        (opening,) = render_chats(self._tokenizer, [messages], prefill=True, places=[where])
         begun = messages[-1].content if messages[-1].role == "assistant" else ""
         text = self._text(answer.content, opening, where, begun)
         if messages[-1].role == "assistant":
@@ -147,7 +147,7 @@ class Answers:
                 way than the policy wrote it (for example without its thoughts), so that one sequence cannot train both.
         """
         chat = [replace(m, content=self._without_end(m.content)) if m.role == "assistant" else m for m in messages]
-        openings = render_row(self._tokenizer, [chat[:i] for i in trained], where)
+        openings = render_chats(self._tokenizer, [chat[:i] for i in trained], places=[where] * len(trained))
         # If the next speaker's mark ends an answer, it depends on the next turn.
         closed = self._closed(chat[: trained[-1] + (1 if len(self.stop_tokens.tails) == 1 else 2)], where)
         pieces: list[str] = []
@@ -169,7 +169,7 @@ class Answers:
         """Render a chat that ends with an answer; empty if the template writes no answers, or refuses them."""
         if not self._form.before:
             return ""
-        return render_row(self._tokenizer, [chat], where, add_generation_prompt=False)[0]
+        return render_chats(self._tokenizer, [chat], add_generation_prompt=False, places=[where])[0]
 
     def _without_end(self, content: str) -> str:
         """Return an answer without the end that its author may have written already."""
@@ -238,7 +238,7 @@ class Answers:
     def _target_error(self, target: str, where: str, end: str | None = None) -> DataError:
         return DataError(
             f"{where}: the target is {target[:80]!r}, expected text with {end or self.stop_tokens.tails[0]!r} nowhere "
-            "but at its end"
+            "but at its end; correct or remove the row"
         )
 
 

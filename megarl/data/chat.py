@@ -105,19 +105,6 @@ def long_prompt_error(
     )
 
 
-def render_row(
-    tokenizer: "PreTrainedTokenizerBase",
-    chats: Sequence[Sequence[Message]],
-    where: str,
-    *,
-    add_generation_prompt: bool = True,
-    prefill: bool = False,
-) -> list[str]:
-    """Render chats of one row, whose name is `where`; TemplateRefusal if the template refuses one of them."""
-    places = [where] * len(chats)
-    return render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, prefill=prefill, places=places)
-
-
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
     """Return the text of each token. If several tokens make up one character, the last of them has its whole text."""
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)

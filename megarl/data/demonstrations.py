@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.answers import Answers
-from megarl.data.chat import long_prompt_error, render_row, require_system_turn
+from megarl.data.chat import long_prompt_error, render_chats, require_system_turn
 from megarl.data.files import RowFiles
 from megarl.data.records import demonstration_columns, parse_demonstration
 from megarl.data.special_tokens import SpelledSpecialTokens
@@ -58,7 +58,7 @@ class SftDataset:
             self.spelled.look(record.messages, where, whole=settings.train_on == "every_token")
             # Token ids and loss mask of each row that the chat becomes.
             if settings.train_on == "every_token":
-                (text,) = render_row(tokenizer, [record.messages], where, add_generation_prompt=False)
+                (text,) = render_chats(tokenizer, [record.messages], add_generation_prompt=False, places=[where])
                 whole: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
                 # Nothing predicts the first token.
                 encoded = [(whole, [False] + [True] * (len(whole) - 1))]

@@ -25,14 +25,18 @@ from megarl.host.reading import damage, reading, reason_of, require_file
 from megarl.host.unicode import find_surrogate
 
 # Columns that change what the model is to read, or how, and what to do with them.
-UNREAD_COLUMNS: Mapping[str, str] = {
+UNREAD_COLUMNS = {
     **dict.fromkeys(("tools", "functions"), "write the tools into a system turn instead"),
     **dict.fromkeys(
         ("image", "images", "video", "videos", "audio", "audios"),
         "models are trained on texts alone; leave the row out",
     ),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set data.chat_template, for all rows, instead"),
+    **dict.fromkeys(("documents", "history"), "write it into the prompt instead"),
+    "system_prompt": "rename the column to system",
 }
+# Columns without which those of the first name are no whole prompts, in Alpaca's form, Dolly's, SQuAD's and MMLU's.
+_COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 _SEARCHED_ROWS = 64  # of a column that no row may have, at a time: it may hold films
 REPAIR = "correct or remove the row"
@@ -44,9 +48,10 @@ _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 def _require_empty(value: object, name: str, where: str) -> None:
-    """Raise DataError, which names the row (`where`), for a value of a column of `UNREAD_COLUMNS`."""
+    """Raise DataError, which names the row (`where`), for a value of a column that changes what models read."""
     if read_structure(value, f"{where}: {name}") not in (None, "", [], {}):
-        raise DataError(f"{where}: {name} is not read here; {UNREAD_COLUMNS[name]}")
+        remedy = UNREAD_COLUMNS.get(name, "write it into the prompt, or remove the column")
+        raise DataError(f"{where}: {name} is not read here; {remedy}")
 
 
 class ParquetFile:
@@ -252,8 +257,8 @@ class RowFiles:
 
     Raises:
         DataError: a file is missing, is damaged or lacks a column of `required` (`remedy` says what to do), or there
-            are no rows at all. A row has a value in a column of `unread` that `columns` does not name; JSON lines are
-            read in iteration.
+            are no rows at all. A row has a value in a column of `unread`, or in one that completes one of `columns`,
+            and `columns` does not name it; JSON lines are read in iteration.
     """
 
     def __init__(
@@ -267,8 +272,9 @@ class RowFiles:
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._files: list[ParquetFile | JsonlFile] = []
+        changing = [*unread, *chain(*(_COMPLETING.get(name, ()) for name in columns if unread))]
         for path in self.paths:
-            file = _open(path, columns, [name for name in unread if name not in columns])
+            file = _open(path, columns, [name for name in changing if name not in columns])
             require_columns(path, file.present, required, remedy)
             self._files.append(file)
         self._ends, self._names = [*accumulate(map(len, self._files))], [*map(str, self.paths)]

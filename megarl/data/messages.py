@@ -2,23 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 
+from megarl.data.files import UNREAD_COLUMNS
 from megarl.data.written import read_turns, require_text
 from megarl.errors import DataError
 from megarl.types import Message
 
 # ShareGPT's names of speakers.
 SHAREGPT_ROLES = {
-    "system": "system",
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
+    **{role: role for role in ["system", "user", "assistant", "tool"]},
 }
 # Other programs' names of speakers, by which turns are not read, as answers could not be told from other turns.
 _MEANT = SHAREGPT_ROLES | {"prompter": "user", **dict.fromkeys(("ai", "bot", "chatgpt", "model"), "assistant")}
 # A turn may hold these besides its text. They would be lost: chats are rendered from roles and texts.
-UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_UNREAD = "tool_calls function_call refusal reasoning_content reasoning reasoning_details thinking thought thoughts"
+UNREAD_TURN_KEYS: Mapping[str, str] = UNREAD_COLUMNS | dict.fromkeys(
+    _UNREAD.split(), "write it into the turn's text, in the form in which the model is to write it"
+)
 
 
 def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
@@ -40,11 +41,9 @@ def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role
         place = f"{where}: {name}[{i}]"
         if not isinstance(item, Mapping):
             raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
-        if unread := [key for key in UNREAD_TURN_KEYS if item.get(key)]:
-            raise DataError(
-                f"{place}: {unread[0]} is not read here; write it into the turn's text, in the form in which the "
-                "model is to write it"
-            )
+        if unread := [key for key in item.keys() & UNREAD_TURN_KEYS.keys() if item[key]]:
+            raise DataError(f"{place}: {min(unread)} is not read here; {UNREAD_TURN_KEYS[min(unread)]}")
+        item = _as_openai_turn(item, place)
         message = Message(role=text_of(item, "role", place), content=text_of(item, "content", place))
         role = message.role.strip().lower()
         if not role or _MEANT.get(role, message.role) != message.role:
@@ -63,7 +62,7 @@ def read_answer(row: Mapping[str, object], name: str, where: str) -> Message:
     return turns[0]
 
 
-def as_openai_turn(turn: Mapping[str, object], place: str) -> Mapping[str, object]:
+def _as_openai_turn(turn: Mapping[str, object], place: str) -> Mapping[str, object]:
     """Return a turn in OpenAI's form, also of one in ShareGPT's; DataError for a speaker that it does not have."""
     if turn.get("from") is None:
         return turn
@@ -76,7 +75,9 @@ def text_of(row: Mapping[str, object], name: str, where: str) -> str:
     """Return a column's text; DataError names `where` if it has none."""
     value = row.get(name)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {name} is {'missing' if value is None else f'{value!r:.200}'}, expected a string")
+        raise DataError(
+            f"{where}: {name} is {'missing' if value is None else f'{value!r:.200}'}, expected a string; write its text"
+        )
     return value
 
 

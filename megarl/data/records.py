@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.schema import DataConfig, SftConfig
-from megarl.data.messages import as_openai_turn, read_answer, read_messages, text_of
-from megarl.data.roles import require_question
+from megarl.data.messages import read_answer, read_messages, text_of
+from megarl.data.roles import require_question, require_words
 from megarl.data.written import read_structure, read_turns
 from megarl.errors import DataError
 from megarl.host.writing import replacing
@@ -217,8 +217,9 @@ def parse_demonstration(
     if not trained or 0 in trained:
         raise DataError(
             f"{where}: the row has roles {[m.role for m in messages]}, expected an answer of the assistant to train "
-            "on, after another turn"
+            "on, after another turn; add what it answers, or remove the row"
         )
+    require_words(messages, where)
     return DemonstrationRecord(messages=messages, trained=trained)
 
 
@@ -228,7 +229,6 @@ def _parse_chat(row: Mapping[str, object], name: str, where: str) -> tuple[tuple
     for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
         place = f"{where}: {name}[{i}]"
         if isinstance(turn, Mapping):
-            turn = as_openai_turn(turn, place)
             switches = {key: turn[key] for key in _SWITCHES if turn.get(key) is not None}
             if wrong := next((key for key, value in switches.items() if value not in (0, 1)), None):
                 raise DataError(f"{place}: {wrong} is {turn[wrong]!r}, expected true or false, or 1 or 0")
@@ -269,6 +269,7 @@ def parse_preference(row: Mapping[str, object], where: str, form: DataConfig | N
                 f"chosen, rejected and {form.prompt_key} (data.prompt_key), in at least one of these"
             )
     require_question(opening, "the prompt", where)
+    require_words(opening, where)
     opening = _with_system(row, opening, where, form)
     if sides["chosen"][-1] == sides["rejected"][-1]:
         raise DataError(f"{where}: chosen and rejected are the same answer, expected two; remove the row")

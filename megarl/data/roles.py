@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import TemplateRefusal, render_chats
-from megarl.data.thoughts import begins_thought, opens_twice
+from megarl.data.thoughts import marks_in, opens_twice
 from megarl.errors import DataError
 from megarl.types import Message
 
@@ -56,7 +56,7 @@ class RoleCheck:
             return
         # Blank texts cannot be lost. A template may treat thoughts apart, and adds them to answers alone.
         kinds = tuple([m.role if m.content and not m.content.isspace() else _BLANK + m.role for m in spoken])
-        ending = (whole, whole and begins_thought(spoken[-1].content))
+        ending = (whole, marks_in(spoken[-1].content) if whole else ())
         if (kinds, ending) in self._known:
             return
         places = {(*place, ending) for place in _places(kinds)}
@@ -71,8 +71,8 @@ class RoleCheck:
         opened = spoken[-1].role != "assistant"
         chats = [probes]
         if ending[1]:
-            thought = replace(probes[-1], content=f"<think>\nZq thought\n</think>\n\n{probes[-1].content}")
-            chats.append([*probes[:-1], thought])
+            thoughts = [f"{mark}\nZq{i} thought\n" for i, mark in enumerate(ending[1])]
+            chats.append([*probes[:-1], replace(probes[-1], content="\n".join([*thoughts, probes[-1].content]))])
         try:
             texts = render_chats(self._tokenizer, chats, add_generation_prompt=opened)
         except TemplateRefusal:  # Its message about the chat itself names the row.
@@ -87,6 +87,11 @@ class RoleCheck:
                     f"such as to {' or '.join(map(repr, written)) or 'one that the template writes'}, or give the "
                     "model a template that writes it"
                 )
+        if any(f"zq{i} thought" not in texts[-1].lower() for i in range(len(ending[1]))):
+            raise DataError(
+                f"{where}: turn {len(spoken) - 1}: the chat template leaves out the last answer's thought, so that the "
+                "model would never read it; remove it from the answer, or give the model a template that writes it"
+            )
         if opens_twice(texts[-1]):
             raise DataError(
                 f"{where}: turn {len(spoken) - 1}: the chat template opens a thought before the answer, which opens "

@@ -11,9 +11,12 @@ _OPENED = re.compile(rf"({OPENING})(\s*)\Z", re.IGNORECASE)
 _CLOSED = re.compile(rf"({CLOSING})\s*\Z", re.IGNORECASE)
 
 
-def begins_thought(text: str) -> bool:
-    """Return whether a text begins with the opening of a thought."""
-    return _BEGINNING.match(text) is not None
+def marks_in(text: str) -> tuple[str, ...]:
+    """Return the different marks of thoughts in a text, in their order; the first is empty if words precede them."""
+    if not any(map(text.__contains__, "<[◁")):
+        return ()
+    marks = tuple(dict.fromkeys([mark[0] for mark in _MARK.finditer(text)]))
+    return ("", *marks) if marks and not text.lstrip().startswith(marks[0]) else marks
 
 
 def has_thought(text: str) -> bool:

@@ -60,6 +60,21 @@ REFUSED = {
     "audio": "a.wav",
     "chat_template_kwargs": {"enable_thinking": False},
     "enable_thinking": False,
+    "documents": [{"title": "Sums", "text": "1+1 is 2"}],
+    "history": [["1+0", "1"]],
+    "system_prompt": "Be brief.",
+}
+# What only completes a prompt beside a column of this name.
+COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
+TURN_KEYS = {
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
+    "images": ["a.png"],
+    "audio": {"id": "a"},
+    "documents": ["1+1 is 2"],
+    "tools": TOOLS,
+    "thought": "1+1",
+    "reasoning_details": [{"text": "1+1"}],
+    "refusal": "No.",
 }
 SYSTEM_TURN = "<|im_start|>system\nBe brief.<|im_end|>\n"
 
@@ -84,6 +99,49 @@ def test_columns_that_nobody_reads_are_refused(
         read(written(path, {**row, "prompt": "1+1", name: empty}), tokenizer, form)
     with pytest.raises(DataError, match=rf"x\.jsonl row 0: {name} is not read here; "):
         read(written(path, {**row, "prompt": "1+1", name: REFUSED[name]}), tokenizer, form)
+
+
+@pytest.mark.parametrize("name", COMPLETING)
+def test_columns_that_complete_a_prompt_are_refused(
+    name: str, command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), form, path = command, DataConfig(prompt_key=name), tmp_path / "x.jsonl"
+    for each in COMPLETING[name]:
+        plain = read(written(path, {**row, "prompt": "1+1", each: "Hello"}), tokenizer, DataConfig())
+        assert read(written(path, {**row, name: "1+1", each: ""}), tokenizer, form) == plain
+        with pytest.raises(DataError, match=rf"x\.jsonl row 0: {each} is not read here; write it into the prompt, or "):
+            read(written(path, {**row, name: "1+1", each: "Hello"}), tokenizer, form)
+
+
+@pytest.mark.parametrize("key", TURN_KEYS)
+def test_what_a_turn_holds_besides_its_text_is_refused(
+    key: str, command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), path = command, tmp_path / "x.jsonl"
+    turn = {"role": "user", "content": "1+1"}
+    read(written(path, {**row, "prompt": [{**turn, key: None}]}), tokenizer, DataConfig())
+    with pytest.raises(DataError, match=rf"x\.jsonl row 0: prompt\[0\]: {key} is not read here; "):
+        read(written(path, {**row, "prompt": [{**turn, key: TURN_KEYS[key]}]}), tokenizer, DataConfig())
+
+
+def test_every_command_reads_chats_in_sharegpts_form(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), path, form = command, tmp_path / "x.jsonl", DataConfig()
+    plain = read(written(path, {**row, "prompt": "1+1"}), tokenizer, form)
+    assert read(written(path, {**row, "prompt": [{"from": "human", "value": "1+1"}]}), tokenizer, form) == plain
+    with pytest.raises(DataError, match=r"prompt\[0\]: from is 'bing', expected one of"):
+        read(written(path, {**row, "prompt": [{"from": "bing", "value": "1+1"}]}), tokenizer, form)
+
+
+def test_no_command_reads_blank_questions(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), system = command, {"role": "system", "content": "Be brief."}
+    for turns in ([], [system]):
+        path = written(tmp_path / "x.jsonl", {**row, "prompt": [*turns, {"role": "user", "content": " \n"}]})
+        with pytest.raises(DataError, match=r"x\.jsonl row 0: the turns before the answer are blank, expected a quest"):
+            read(path, tokenizer, DataConfig())
 
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -191,6 +191,26 @@ def test_whole_chats_open_a_thought_once(tokenizer: PreTrainedTokenizerBase) -> 
         looks.look([*chat(("user",)), thought], "row 1", whole=True)
 
 
+WHY = "Why"
+THOUGHTS = (f"<think>{WHY}</think>3", f"{WHY}\n</think>\n\n3", f"So <think>\n{WHY}</think>3", f"[THINK]{WHY}[/THINK]3")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_last_answers_thought_is_written_or_its_row_is_refused(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = TEMPLATES[name][0]
+    looks, question = SpelledSpecialTokens(tokenizer), chat(("user",))
+    for answer in THOUGHTS:
+        turns = [*question, Message(role="assistant", content=answer)]
+        looks.look(turns, "row 0")
+        if WHY in render_chats(tokenizer, [turns], add_generation_prompt=False)[0]:
+            looks.look(turns, "row 0", whole=True)
+        else:
+            with pytest.raises(DataError, match=r"^row 1: turn 1: .* leaves out the last answer's thought, .*; remove"):
+                looks.look(turns, "row 1", whole=True)
+
+
 ANSWERS = {
     "<think>\n1+2=3\n</think>\n\n3": "1+2=3\n</think>\n\n3",
     "<think>1+2=3</think>3": "1+2=3</think>3",
