@@ -117,20 +117,20 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset, tokenizer: 
     """
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
+    # A custom function checks ground truths only when it judges.
+    specs = {source: rules.spec(source) if rules.knows(source) else None for source in data.data_sources}
     by_scorer, chosen = [], spread_rows(len(data), rewards.ground_truths.max_rows)
     # The first prompt of each data source.
     firsts: dict[str, Prompt] = {}
     for index in range(len(data)):
         prompt = data[index]
         is_first = firsts.setdefault(prompt.data_source, prompt) is prompt
-        # A custom function checks ground truths only when it judges.
-        spec = rules.spec(prompt.data_source) if rules.knows(prompt.data_source) else None
-        if spec is None:
+        if (spec := specs[prompt.data_source]) is None:
             continue
         if is_first:
             _check_format(spec, prompt, str(tokenizer.decode(prompt.token_ids)))
         try:
-            if not isinstance(prompt.label, str):
+            if prompt.label is not None:
                 SCORERS.get(spec.variant).truths(prompt.ground_truth, prompt.label)
             score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info, source=spec)
         except DataError as error:
