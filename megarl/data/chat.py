@@ -84,12 +84,7 @@ def encode_chats(
         places: where each chat comes from, for the TemplateRefusal of one that the template does not render.
     """
     texts = render_chats(
-        tokenizer,
-        chats,
-        add_generation_prompt=add_generation_prompt,
-        prefill=prefill,
-        tools=tools,
-        places=places,
+        tokenizer, chats, add_generation_prompt=add_generation_prompt, prefill=prefill, tools=tools, places=places
     )
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids

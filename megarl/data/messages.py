@@ -8,10 +8,8 @@ from megarl.errors import DataError
 from megarl.types import Message
 
 # ShareGPT's names of speakers.
-SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    **{role: role for role in ["system", "user", "assistant", "tool"]},
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
+    role: role for role in ("system", "user", "assistant", "tool")
 }
 # Other programs' names of speakers, by which turns are not read, as answers could not be told from other turns.
 _MEANT = SHAREGPT_ROLES | {"prompter": "user", **dict.fromkeys(("ai", "bot", "chatgpt", "model"), "assistant")}

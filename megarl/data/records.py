@@ -38,27 +38,24 @@ _SWITCHES = ("train", "training", "trainable", "weight", "loss", "loss_weight", 
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
 
-_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_TEXT = pa.string()
+_MESSAGES = pa.list_(pa.struct({"role": _TEXT, "content": _TEXT}))
+_EXTRA = {
+    "index": pa.int64(),
+    "split": _TEXT,
+    "gold_solution": _TEXT,
+    "difficulty_score": pa.float64(),
+    "subject": _TEXT,
+}
 SCHEMA = pa.schema(
-    [
-        ("prompt", _MESSAGES),
-        ("data_source", pa.string()),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        (
-            "extra_info",
-            pa.struct(
-                [
-                    ("index", pa.int64()),
-                    ("split", pa.string()),
-                    ("gold_solution", pa.string()),
-                    ("difficulty_score", pa.float64()),
-                    ("subject", pa.string()),
-                ]
-            ),
-        ),
-        ("target", _MESSAGES),
-    ]
+    {
+        "prompt": _MESSAGES,
+        "data_source": _TEXT,
+        "ability": _TEXT,
+        "reward_model": pa.struct({"style": _TEXT, "ground_truth": _TEXT}),
+        "extra_info": pa.struct(_EXTRA),
+        "target": _MESSAGES,
+    }
 )
 
 
