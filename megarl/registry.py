@@ -47,9 +47,7 @@ class FunctionRegistry(Generic[F, T]):
         self._declarable = [each.name for each in named if each.kind is each.KEYWORD_ONLY]
         self._entries: dict[str, T] = {}
 
-    def register(
-        self, name: str, *aliases: str, settings: type[Any] | None = None, **declared: Any
-    ) -> Callable[[F], F]:
+    def register(self, name: str, *aliases: str, settings: type | None = None, **declared: object) -> Callable[[F], F]:
         """Return a decorator that stores its target and what is declared about it under `name` and `aliases`.
 
         settings: a frozen dataclass with defaults. Its target is called with one more argument, an instance with what
@@ -101,7 +99,7 @@ class Registry(FunctionRegistry[T, T]):
 class OwnSettings:
     """The settings that a part declares for itself, and their values in force in this process."""
 
-    def __init__(self, declared: type[Any]) -> None:
+    def __init__(self, declared: type) -> None:
         self.declared, self.value = declared, declared()
 
     def bind(self, function: Any) -> Any:
@@ -114,7 +112,7 @@ class OwnSettings:
         return call
 
 
-def _own_settings(registry: FunctionRegistry[Any, Any], name: str, declared: type[Any] | None) -> OwnSettings | None:
+def _own_settings(registry: FunctionRegistry[Any, Any], name: str, declared: type | None) -> OwnSettings | None:
     if declared is None:
         return None
     what = f"{registry.kind} {name!r}: settings"
@@ -135,7 +133,7 @@ class Registration:
     registry: FunctionRegistry[Any, Any]
     names: tuple[str, ...]
     entry: Any
-    target: Any
+    target: object
     own: OwnSettings | None = None
 
     def register_again(self) -> None:
@@ -213,7 +211,7 @@ def require_fields(declared: str, names: Iterable[str], cls: type[Any]) -> None:
 
 
 def refuse_unused(
-    key: str, cfg: Any, names: Iterable[str], situation: str, remedy: str, *, harmless: tuple[object, ...] = ()
+    key: str, cfg: object, names: Iterable[str], situation: str, remedy: str, *, harmless: tuple[object, ...] = ()
 ) -> None:
     """Raise ConfigError if a setting that nothing would read has a value other than its default.
 

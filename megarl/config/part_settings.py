@@ -104,5 +104,5 @@ def _check(config: Config, name: str, given: Mapping[str, object], declaring: Ma
         if not any(each in chosen for each in part.names):
             raise ConfigError(f"{path}: is not read, as nothing chooses {name}; remove it, or set {part.registry.key}")
     beside_it = [f"{path}.{each.name}" for each in fields(value_of(config, beside))] if beside else []
-    values = from_dict(part.own.declared if part and part.own else _NoSettings, given, path, beside_it)
+    values: object = from_dict(part.own.declared if part and part.own else _NoSettings, given, path, beside_it)
     check_values(values, (path,), path)

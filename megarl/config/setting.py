@@ -96,7 +96,7 @@ def setting(
     must be set.
     """
     metadata = {"allowed": allowed, "affects": affects, "needs_trust": needs_trust}
-    return cast(T, field(default=default, metadata=metadata))
+    return field(default=default, metadata=metadata)
 
 
 def section(
@@ -112,7 +112,7 @@ def section(
     A field of the section that declares its own range keeps that range.
     """
     metadata = {"allowed": allowed, "affects": affects, "needs_trust": needs_trust}
-    return cast(T, field(default_factory=factory, metadata=metadata))
+    return field(default_factory=factory, metadata=metadata)
 
 
 def allowed_by(each: Field[object], default: Allowed | None) -> Allowed | None:
