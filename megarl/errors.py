@@ -52,3 +52,7 @@ class EngineDiedError(WorkerError):
 
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what a signal asked for
     """A signal stopped the run after a checkpoint, from which `--resume` continues."""
+
+
+class LargeReplyError(ValueError):
+    """The error of a reply over HTTP that is longer than any that a run asks for."""

@@ -93,10 +93,7 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: FunctionRegistry[PolicyLossFunction, PolicyLoss] = FunctionRegistry(
-    "policy loss",
-    key="algo.policy_loss.name",
-    entry=PolicyLoss,
-    parameters=("x", "cfg"),
+    "policy loss", key="algo.policy_loss.name", entry=PolicyLoss, parameters=("x", "cfg")
 )
 
 _CLIP_RANGE = ("clip_low", "clip_high")
@@ -240,10 +237,7 @@ def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig)
     surrogate = clipped_surrogate(ratio, x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None)
     return PolicyLossTerms(
         loss=surrogate.loss,
-        diagnostics={
-            "actor/pg_clipfrac": surrogate.clipped.to(ratio.dtype),
-            "actor/ppo_kl": -x.log_ratio.detach(),
-        },
+        diagnostics={"actor/pg_clipfrac": surrogate.clipped.to(ratio.dtype), "actor/ppo_kl": -x.log_ratio.detach()},
     )
 
 

@@ -149,6 +149,7 @@ def server_command(cfg: JudgeServerConfig, address: str, port: int) -> Sequence[
 def _is_healthy(url: str, api_key: str) -> bool:
     headers = {"authorization": f"Bearer {api_key}"}
     try:
-        return httpx.get(f"{url}/health", headers=headers, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
+        with httpx.stream("GET", f"{url}/health", headers=headers, timeout=5.0, trust_env=False) as reply:
+            return reply.is_success
     except httpx.HTTPError:
         return False

@@ -8,11 +8,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from megarl.config.programs import settings_of
 from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError, UnknownKeyError
 from megarl.host.masking import masked
 from megarl.host.paths import expanded
-from megarl.host.programs import settings_of
 from megarl.host.unicode import find_surrogate
 
 T = TypeVar("T")

@@ -50,13 +50,11 @@ def _score(key: str, path: str, dotted: str) -> float:
 def _words(a: str, b: str) -> float:
     """Return the share of words that two names have in common, where plurals and abbreviations count as equal."""
     words_a, words_b = _telling(a), _telling(b)
-    common = sum(any(_is_same(word, other) for other in words_b) for word in words_a)
+    pairs = (
+        [sorted((word.removesuffix("s"), other.removesuffix("s")), key=len) for other in words_b] for word in words_a
+    )
+    common = sum(any(a == b or (len(a) >= _MIN_BEGINNING and b.startswith(a)) for a, b in each) for each in pairs)
     return common / (len(words_a) + len(words_b) - common)
-
-
-def _is_same(a: str, b: str) -> bool:
-    short, long = sorted((a.removesuffix("s"), b.removesuffix("s")), key=len)
-    return short == long or (len(short) >= _MIN_BEGINNING and long.startswith(short))
 
 
 def _telling(name: str) -> list[str]:

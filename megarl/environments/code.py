@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from megarl.config.programs import open_program, settings_of
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply
 from megarl.environments.calls import CallThreads
 from megarl.environments.parsers import parse_python
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
-from megarl.host.programs import open_program, settings_of
 from megarl.types import Message, Prompt
 from megarl_sandbox import Cell, Check, Ending, Isolation, Limits, Outcome, Program, SandboxOptions
 from megarl_sandbox.process import MARGIN_S

@@ -17,6 +17,7 @@ from megarl.environments.calls import AGENT_THREADS, LateError, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
 from megarl.host.clock import finished
+from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
 
@@ -131,7 +132,9 @@ class _Session:
                 if isinstance(where, str):
                     # Answers are streams, which may be silent for long.
                     timeout = httpx2.Timeout(30.0, read=300.0)
-                    http = await stack.enter_async_context(httpx2.AsyncClient(headers=details, timeout=timeout))
+                    http = await stack.enter_async_context(
+                        httpx2.AsyncClient(headers=details, timeout=timeout, event_hooks=BOUNDED)
+                    )
                     target: Any = streamable_http_client(where, http_client=http)
                 else:
                     target = StdioServerParameters(command=where[0], args=list(where[1:]), env=details)

@@ -43,9 +43,7 @@ class ForkRequest:
         directory, count, *fields = [field.decode(errors="surrogateescape") for field in data.split(b"\0")]
         variables = (field.partition("=") for field in fields[int(count) :])
         return cls(
-            directory=directory,
-            argv=fields[: int(count)],
-            environment={name: value for name, _, value in variables},
+            directory=directory, argv=fields[: int(count)], environment={name: value for name, _, value in variables}
         )
 
 

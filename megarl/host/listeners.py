@@ -28,10 +28,7 @@ class Listener:
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Find the listening sockets of processes, in the order of the processes; those that have ended have none.
-
-    A process without a name of its own, such as `python`, goes by the first argument that is not an option.
-    """
+    """Find the listening sockets of processes, in the order of the processes; those that have ended have none."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -79,9 +79,7 @@ def told(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last line of a user's file that an error passed through, as FILE:LINE; empty if it passed only through
-    megarl, the standard library and installed packages.
-    """
+    """Return the last line of a user's file that an error passed through, as FILE:LINE; empty if it passed none."""
     return _last_place((each.filename, each.lineno or 1) for each in traceback.extract_tb(error.__traceback__))
 
 

@@ -72,11 +72,7 @@ class Allocation:
                 # `8(x2),4`: two hosts with eight, and one with four.
                 fewest = min(int(part.partition("(")[0]) for part in cpus.split(","))
                 groups.append(HostGroup(hosts=tuple(listed.stdout.split()), cpus_per_host=fewest))
-            return cls(
-                job_id=job_id,
-                groups=tuple(groups),
-                num_requeues=int(environment.get("SLURM_RESTART_COUNT", 0)),
-            )
+            return cls(job_id=job_id, groups=tuple(groups), num_requeues=int(environment.get("SLURM_RESTART_COUNT", 0)))
         except KeyError as error:
             raise ConfigError(
                 f"{error.args[0]} is not set, so this is no Slurm job; submit one with `megarl slurm submit`, or run "
@@ -92,13 +88,7 @@ def slurm_says(*command: str, text: str | None = None) -> subprocess.CompletedPr
     kept = {name: value for name, value in os.environ.items() if name in _OF_USERS or not name.startswith(_OF_JOBS)}
     try:
         return subprocess.run(
-            command,
-            input=text,
-            env=kept,
-            capture_output=True,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
+            command, input=text, env=kept, capture_output=True, check=False, encoding="utf-8", errors="replace"
         )
     except OSError as error:
         missing = f"{command[0]}: {error.strerror}; load Slurm's module, or mount its commands into the container"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.programs import settings_of
 from megarl.errors import ConfigError
-from megarl.host.programs import settings_of
 from megarl_sandbox import Isolation, Limits, RunWithInput, Sandbox, SandboxOptions
 
 SECONDS = 60

@@ -8,11 +8,7 @@ from pathlib import Path
 from megarl.algos.build import algorithm_of
 from megarl.cluster.placement import workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
-from megarl.config.batches import (
-    batch_counts,
-    max_path_tokens,
-    max_row_tokens,
-)
+from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
 from megarl.config.derived import Derived, filled
@@ -25,10 +21,7 @@ from megarl.plan import memory as bytes_of
 from megarl.plan.derive import derive
 from megarl.plan.devices import plan_shard
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.run_plan import (
-    EnginePlan,
-    ShardPlan,
-)
+from megarl.plan.run_plan import EnginePlan, ShardPlan
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.train.forward import SOURCES, Variant
 from megarl.types import TokenQuantity

@@ -13,6 +13,7 @@ import httpx
 from megarl.config.mixture import RemoteConfig
 from megarl.errors import DataError, RunError
 from megarl.host.clock import awake_s
+from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import Judged, Tally, mean_of
@@ -21,8 +22,6 @@ from megarl.rewards.wire import UNJUDGED, BadReplyError, ServiceReply, decode_re
 from megarl.types import DROPPED, Reward
 from megarl.types.judged import FinishedSample, Trouble
 
-# A service answers with a few numbers per row.
-MAX_REPLY_BYTES = 64 << 20
 # Statuses of a wrong URL or a missing authorisation, which no retry and no other row changes.
 _REFUSALS = (401, 403, 404, 405)
 
@@ -62,7 +61,11 @@ class RemoteJudge:
             key = read_service_key(cfg.api_key_env, setting=f"{section}.api_key_env")
             headers["authorization"] = f"Bearer {key}"
         self._client = httpx.AsyncClient(
-            timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None), headers=headers
+            timeout=None,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+            headers=headers,
+            event_hooks=BOUNDED,
         )
         self._loop = BackgroundLoop("remote rewards")
 
@@ -94,7 +97,8 @@ class RemoteJudge:
             for url in sorted(turns, key=lambda url: failed[url]):
                 try:
                     async with asyncio.timeout(self.cfg.timeout_s):
-                        reply = decode_reply(await self._post(url, body), num_rows)
+                        answer = await self._client.post(url, content=body)
+                        reply = decode_reply(answer.raise_for_status().json(), num_rows)
                 except TimeoutError:
                     reason = f"no answer within {self.cfg.timeout_s} s"
                 except httpx.HTTPStatusError as error:
@@ -111,17 +115,6 @@ class RemoteJudge:
             if num_refusals == len(turns):
                 return _Answer(reply=None, seconds=awake_s() - began, failures=failures, is_refused=True)
         return _Answer(reply=None, seconds=awake_s() - began, failures=failures)
-
-    async def _post(self, url: str, body: bytes) -> object:
-        """Send a request, and return the JSON of a successful answer."""
-        async with self._client.stream("POST", url, content=body) as response:
-            response.raise_for_status()
-            content = bytearray()
-            async for part in response.aiter_bytes():
-                content += part
-                if len(content) > MAX_REPLY_BYTES:
-                    raise BadReplyError(f"got more than {MAX_REPLY_BYTES} bytes")
-        return json.loads(content)
 
     def _without_reward(self) -> Reward:
         """Return what a row gets that was not judged."""

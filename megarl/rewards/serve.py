@@ -64,10 +64,7 @@ class RewardService:
     def app(self) -> Starlette:
         """Build the ASGI application with its two routes: POST `PATH` and GET /health."""
         return Starlette(
-            routes=[
-                Route(PATH, self._answer, methods=["POST"]),
-                Route("/health", self._health, methods=["GET"]),
-            ]
+            routes=[Route(PATH, self._answer, methods=["POST"]), Route("/health", self._health, methods=["GET"])]
         )
 
     async def _health(self, _: Request) -> Response:
@@ -157,12 +154,7 @@ def decode_request(body: object, data_source: str | None) -> list[Question]:
         response = query.removeprefix(prompt)
         questions.append(
             Question(
-                data_source=source,
-                prompt=prompt,
-                response=response,
-                ground_truth=label,
-                extra_info=extra,
-                group=prompt,
+                data_source=source, prompt=prompt, response=response, ground_truth=label, extra_info=extra, group=prompt
             )
         )
     return questions

@@ -32,6 +32,7 @@ def _check_plugin(arguments: argparse.Namespace) -> None:
         about for about in found.tried if any(about.rpartition(": ")[2] in mistake for mistake in found.mistakes)
     ]
     lines = [f"{about}: well" for about in found.tried[1:] if about not in mistaken]
+    lines += [f"warning: {warning}" for warning in found.warnings]
     for line in (*lines, *(f"mistake: {mistake}" for mistake in found.mistakes)):
         print_lines(line)
     if found.mistakes:

@@ -25,6 +25,7 @@ from megarl.rollout.source import SamplingPlan
 from megarl.train.inputs import check_role_models
 from megarl.train.models import open_model
 from megarl.train.passes import CountedObjective
+from megarl.train.rehearsal import rehearse
 from megarl.types import (
     PAIRS,
     Algorithm,
@@ -149,7 +150,7 @@ class SessionInputs:
 
 def open_session_inputs(config: Config, *, with_engines: bool, with_reference: bool) -> SessionInputs:
     """Check the configuration and the model of a session, and its prompts if `data.train` names some."""
-    check_session(config)
+    check_session(rehearse(config))
     config = with_local_models(config)
     spec = open_model(config, for_sft=not with_engines)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)

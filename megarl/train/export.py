@@ -18,13 +18,7 @@ from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.adapters import adapter_spec, lost_in_peft
 from megarl.weights.companions import copy_companions, exported_config, write_config
 from megarl.weights.families import read_hf_config, read_model_spec
-from megarl.weights.safetensors_map import (
-    TensorSpec,
-    create_model_files,
-    map_model,
-    untrained_tensors,
-    weight_specs,
-)
+from megarl.weights.safetensors_map import TensorSpec, create_model_files, map_model, untrained_tensors, weight_specs
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers

@@ -183,7 +183,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     teachers = open_teachers(asked, tokenizer, answers)
     train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
     val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
-    _check_askers(config, tokenizer, vocabulary, [each for each in (train, val) if each is not None])
+    check_askers(config, tokenizer, vocabulary, [each for each in (train, val) if each is not None])
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
@@ -230,11 +230,15 @@ def open_train_inputs(config: Config) -> TrainInputs:
     )
 
 
-def _check_askers(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", vocabulary: Vocabulary, data: Sequence[PromptDataset]
+def check_askers(
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocabulary: Vocabulary,
+    data: Sequence[PromptDataset],
+    key: str = "model.path",
 ) -> None:
     """Raise ConfigError unless the policy can read what environments and judges that ask it write, and environments of
-    users pass their trial.
+    users pass their trial. key: what named the model, for messages.
     """
     environments = frozenset[str]().union(*(each.environments for each in data))
     check_replies(config.environment, environments, tokenizer)
@@ -244,8 +248,8 @@ def _check_askers(
     asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
     for name in asking:
         require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
-    vocabulary.require_all("model.path", [f"environment {name}" for name in sorted(environments)])
-    vocabulary.require_all("model.path", [f"questions of rewards.judges.{name}" for name in asking])
+    vocabulary.require_all(key, [f"environment {name}" for name in sorted(environments)])
+    vocabulary.require_all(key, [f"questions of rewards.judges.{name}" for name in asking])
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:

@@ -69,12 +69,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The results of a trial: a line per part that was tried, mistakes, hashes of the user's files, and the schemas of
-    tools that each environment has shown.
+    """The results of a trial: a line per part that was tried, mistakes, what may be one, hashes of the user's files,
+    and the schemas of tools that each environment has shown.
     """
 
     tried: Sequence[str]
     mistakes: Sequence[str]
+    warnings: Sequence[str]
     files: dict[str, str]
     tools: dict[str, Schemas]
 
@@ -158,7 +159,8 @@ def try_out(trial: Trial) -> Findings:
             printed.join(1.0)
         told.seek(0)
         lines = [json.loads(line) for line in told.read().splitlines()]
-    tried, mistakes = (list(dict.fromkeys(x[kind] for x in lines if kind in x)) for kind in ("about", "mistake"))
+    kinds = ("about", "mistake", "warning")
+    tried, mistakes, warnings = (list(dict.fromkeys(x[kind] for x in lines if kind in x)) for kind in kinds)
     files = {file: known for each in lines for file, known in each.get("files", {}).items()}
     tools = {name: schemas for each in lines for name, schemas in each.get("tools", {}).items()}
     if {"is_done": True} not in lines:
@@ -168,7 +170,7 @@ def try_out(trial: Trial) -> Findings:
         print_lines(
             f"warning: users' code printed {size} when it was tried, and would in every step; its last: {last!r}"
         )
-    return Findings(tried=tried, mistakes=mistakes, files=files, tools=tools)
+    return Findings(tried=tried, mistakes=mistakes, warnings=warnings, files=files, tools=tools)
 
 
 class _Printed(threading.Thread):

@@ -144,7 +144,7 @@ def try_file(trial: "Trial", teller: Teller) -> None:
             continue
         found += 1
         with teller.trying(f"{kind.title} {name!r}", getattr(value, "reply", value)):
-            kind.call(trial, name, value)
+            kind.call(trial, teller, name, value)
     if not found and (trial.name or not parts):
         teller.tell(mistake=f"{trial.file}: {trial.name or 'it'} {_EXPECTED}")
 
@@ -155,7 +155,7 @@ class ObjectKind:
 
     title: str
     is_one: Callable[[object], bool]
-    call: Callable[["Trial", str, UsersObject], None]
+    call: Callable[["Trial", Teller, str, UsersObject], None]
 
 
 def _parameters(value: object) -> frozenset[str]:
@@ -168,7 +168,7 @@ def _is_reward(value: object) -> bool:
     return not _parameters(value).isdisjoint([IDS, *(each.parameter for each in SIGNATURES)])
 
 
-def _call_reward(trial: "Trial", name: str, function: UsersObject) -> None:
+def _call_reward(trial: "Trial", teller: Teller, name: str, function: UsersObject) -> None:
     from megarl.rewards.custom.call import call_function, decode_verdicts
     from megarl.rewards.custom.functions import FAILURES
     from megarl.rewards.custom.signatures import signature_of
@@ -189,7 +189,11 @@ def _call_reward(trial: "Trial", name: str, function: UsersObject) -> None:
     reward = call_function(
         "", "", {}, rows=rows, path=trial.file, name=name, arguments={}, together=together, limit_s=_LIMIT_S
     )
-    for verdict in decode_verdicts(reward):
+    verdicts = decode_verdicts(reward)
+    if len(given := {verdict.reward and verdict.reward.score for verdict in verdicts}) == 1:
+        what = f"is flat: it gave {given.pop()} for right and wrong answers alike; check that it compares them"
+        teller.tell(warning=f"{defined(function)}: reward function {name!r} {what}")
+    for verdict in verdicts:
         if verdict.outcome in FAILURES:
             raise RehearsalError(f"{verdict.reason}; correct it")
 
@@ -202,7 +206,7 @@ def _play(factory: UsersObject, key: str) -> None:
     asyncio.run(play(maker, made_up_prompt(key), max_turns=8, reply_s=_LIMIT_S))
 
 
-def _play_agent(trial: "Trial", name: str, agent: UsersObject) -> None:
+def _play_agent(trial: "Trial", teller: Teller, name: str, agent: UsersObject) -> None:
     from megarl.environments.agent import AgentEnvironment
 
     _play(functools.partial(AgentEnvironment, agent=agent), name)
@@ -222,16 +226,12 @@ def made_up_prompt(environment: str) -> Prompt:
 
 # In this order: the first that fits.
 OBJECTS = (
-    ObjectKind(
-        title="reward function",
-        is_one=_is_reward,
-        call=_call_reward,
-    ),
+    ObjectKind(title="reward function", is_one=_is_reward, call=_call_reward),
     ObjectKind(title="agent", is_one=lambda value: "base_url" in _parameters(value), call=_play_agent),
     ObjectKind(
         title="environment",
         is_one=lambda value: isinstance(value, type) and hasattr(value, "reply"),
-        call=lambda trial, name, value: _play(value, name),
+        call=lambda trial, teller, name, value: _play(value, name),
     ),
 )
 _EXPECTED = (

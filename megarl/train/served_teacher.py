@@ -17,6 +17,7 @@ from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError, RunError
+from megarl.host.http_replies import BOUNDED
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.llm.completions import is_whole
 from megarl.types import FinishReason, FloatArray, Prompt, Row
@@ -46,7 +47,7 @@ class TeacherServers:
             raise ConfigError(f"{key}.api_key_env: {cfg.api_key_env} is not set; export the key of the servers")
         headers = {"authorization": f"Bearer {secret}"} if secret else {}
         self.background = BackgroundLoop(key)
-        self._client = httpx.AsyncClient(headers=headers, timeout=cfg.timeout_s, trust_env=False)
+        self._client = httpx.AsyncClient(headers=headers, timeout=cfg.timeout_s, trust_env=False, event_hooks=BOUNDED)
         self._model, self._urls = cfg.served_name or cfg.model_path, getattr(cfg, which)
         self._key, self._remedy = f"{key}.{which}", remedy
         self._turns, self._under_way = itertools.count(), asyncio.Semaphore(_AT_ONCE * len(self._urls))

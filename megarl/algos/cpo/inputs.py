@@ -95,13 +95,7 @@ class CpoInputs:
         return value
 
 
-def inputs_from_batch(
-    batch: ScoredBatch,
-    advantages: Tensor,
-    cfg: CpoConfig,
-    *,
-    vocab_size: int,
-) -> CpoInputs:
+def inputs_from_batch(batch: ScoredBatch, advantages: Tensor, cfg: CpoConfig, *, vocab_size: int) -> CpoInputs:
     """Gather CPO's inputs for a whole step from the batch's quantities.
 
     >>> batch, advantages = step("ab", [1.0, 0.0]), tensor([[1.0], [0.0]])

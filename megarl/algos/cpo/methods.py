@@ -20,11 +20,7 @@ from megarl.registry import Registry
 
 FormulaSet: TypeAlias = Literal["doc", "ref", "fix"]
 
-_NEG_SCOPES: Mapping[FormulaSet, str] = {
-    "doc": "not_all_correct",
-    "ref": "all_wrong_group",
-    "fix": "negative_sample",
-}
+_NEG_SCOPES: Mapping[FormulaSet, str] = {"doc": "not_all_correct", "ref": "all_wrong_group", "fix": "negative_sample"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +120,12 @@ _NAIVE_BY_VERDICT = Formula(
     accuracy_clamp=True,
 )
 # Under GRPO the rows of a group with a single verdict have advantage 0, so this acts only with other base estimators.
-_BY_DIFFICULTY = Formula(
-    gains=(Gain(scopes=(s.easy, s.correct_rows), value=0.5), Gain(scopes=(s.hard,), value=1.5)),
-)
+_BY_DIFFICULTY = Formula(gains=(Gain(scopes=(s.easy, s.correct_rows), value=0.5), Gain(scopes=(s.hard,), value=1.5)))
 
 # For `naive`, the suffix _qwen3 names a different method.
 CPO_METHODS.register("naive")(Method(default="ref", formulas={"doc": _BY_DIFFICULTY, "ref": _NAIVE, "fix": _NAIVE}))
 CPO_METHODS.register("naive_qwen3")(
-    Method(
-        default="doc",
-        formulas={"doc": _BY_DIFFICULTY, "ref": _NAIVE_BY_VERDICT, "fix": _BY_DIFFICULTY},
-    )
+    Method(default="doc", formulas={"doc": _BY_DIFFICULTY, "ref": _NAIVE_BY_VERDICT, "fix": _BY_DIFFICULTY})
 )
 _add("noaccmask", ref=Formula(terms=_NAIVE.terms, accuracy_clamp=True))
 

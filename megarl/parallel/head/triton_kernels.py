@@ -22,14 +22,7 @@ from torch import Tensor
 # Errors of the first launch of a kernel where it cannot be compiled: Triton's own errors, no usable driver or C
 # compiler (RuntimeError), a C compiler that fails, no libcuda (AssertionError), a cache folder that cannot be written
 # (OSError) or that nothing can be loaded from (ImportError).
-LAUNCH_ERRORS = (
-    triton.TritonError,
-    RuntimeError,
-    subprocess.CalledProcessError,
-    AssertionError,
-    OSError,
-    ImportError,
-)
+LAUNCH_ERRORS = (triton.TritonError, RuntimeError, subprocess.CalledProcessError, AssertionError, OSError, ImportError)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from megarl.host.programs import open_program
+from megarl.config.programs import open_program
 from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
 from megarl.rewards.code.tests import Test
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS

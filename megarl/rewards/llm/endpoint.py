@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config.judges import JudgeConfig
-from megarl.errors import ConfigError, RunError
+from megarl.errors import ConfigError, LargeReplyError, RunError
 from megarl.host.clock import awake_s
+from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text
 from megarl.host.unicode import readable
 from megarl.rewards.background import BackgroundLoop
@@ -49,7 +50,7 @@ class EndpointCompletions:
         if not api_key:
             raise ConfigError(f"{key}.endpoint.api_key_env: {endpoint.api_key_env} is not set; export the key")
         self._cfg, self._key, self._model = cfg, key, endpoint.model
-        self._http = openai.DefaultAsyncHttpxClient(trust_env=endpoint.use_proxy and not urls)
+        self._http = openai.DefaultAsyncHttpxClient(trust_env=endpoint.use_proxy and not urls, event_hooks=BOUNDED)
         self._clients: dict[str, AsyncOpenAI] = {
             url: openai.AsyncOpenAI(
                 base_url=url,
@@ -161,7 +162,9 @@ class EndpointCompletions:
                 # A request that the model cannot take is not the endpoint's fault.
                 self._failures[url] += error.status_code not in (400, 413, 422)
             except (openai.OpenAIError, TimeoutError, ValueError) as error:
-                reason = f"{url}: {type(error).__name__}: {str(error)[:200]}"
+                # The client tells this one as an error of the connection.
+                cause = error.__cause__ if isinstance(error.__cause__, LargeReplyError) else error
+                reason = f"{url}: {type(cause).__name__}: {str(cause)[:200]}"
                 self._failures[url] += 1
             else:
                 self._failures[url] = 0

@@ -16,7 +16,7 @@ from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
 from megarl.data.vocabulary import Vocabulary
-from megarl.environments import check_replies, tools_of
+from megarl.environments import tools_of
 from megarl.errors import ConfigError
 from megarl.host.masking import masked
 from megarl.record.checkpoints import STATE_FILE, Checkpoint, read_checkpoint
@@ -25,7 +25,9 @@ from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
 from megarl.train.export import exported
+from megarl.train.inputs import check_askers
 from megarl.train.models import open_model
+from megarl.train.rehearsal import rehearse
 from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.hub import local_model
 from megarl.weights.peft_files import read_peft
@@ -105,7 +107,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
             raise ConfigError(f"override {override!r}: {option} decides that; remove it")
     base, checkpoint, adapter = _find_model(request)
     config = _eval_config(with_overrides(base, request.overrides), request, with_trainer=checkpoint is not None)
-    check_eval(config)
+    check_eval(rehearse(config))
     num_rows = _engine_model_rows(config) if checkpoint is None else open_model(config).dims.vocab
     if adapter is not None:
         found = read_peft(adapter, read_model_spec(config.model.path, "MODEL"))
@@ -125,8 +127,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         tools_of=partial(tools_of, config.environment),
         vocabulary=vocabulary,
     )
-    check_replies(config.environment, data.environments, tokenizer)
-    vocabulary.require_all("MODEL", [f"environment {name}" for name in sorted(data.environments)])
+    check_askers(config, tokenizer, vocabulary, [data], "MODEL")
     check_ground_truths(config.rewards, data, tokenizer)
     labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)
     return EvalInputs(

@@ -18,15 +18,7 @@ from megarl.config.batches import max_hinted_prompt_tokens
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, token_texts
-from megarl.data.hints import (
-    HintPlacer,
-    HintSurvey,
-    Missing,
-    donors,
-    hint_text,
-    hinted_rows,
-    survey_hints,
-)
+from megarl.data.hints import HintPlacer, HintSurvey, Missing, donors, hint_text, hinted_rows, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError

@@ -361,6 +361,27 @@ def tried(custom: dict[str, Any], truth: str) -> None:
     try_functions(CustomFunctions(rewards), [prompt])
 
 
+@pytest.mark.parametrize(
+    ("body", "is_flat"),
+    [
+        ("1.0", True),
+        ("float(ground_truth in solution_str)", False),
+        # Neither the bare answer nor an empty one is in their forms.
+        ("float('#### ' + ground_truth in solution_str)", False),
+        ("float('boxed{' + ground_truth in solution_str)", False),
+        ("float('<answer>' in solution_str)", False),
+    ],
+)
+def test_a_function_that_gives_every_answer_the_same_is_warned_of(
+    body: str, is_flat: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def mine(solution_str, ground_truth):\n    return {body}\n")
+    tried({"path": str(tmp_path / "mine.py"), "name": "mine", "workers": 1}, "8")
+    told = capsys.readouterr().out
+    assert told.startswith("warning: rewards.custom: the function mine is flat: it gave ") == is_flat
+    assert bool(told) == is_flat
+
+
 def test_the_trial(files: Mapping[str, str]) -> None:
     """An empty answer is no number, which `fragile` may refuse unless the run ends of it."""
     custom = {"path": files["one"], "name": "fragile", "workers": 1}

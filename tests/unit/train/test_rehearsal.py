@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.config.load import with_overrides
+from megarl.config.load import dump, with_overrides
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.run.evaluation.inputs import EvalRequest, open_eval_inputs
+from megarl.run.session_inputs import open_session_inputs
 from megarl.train import rehearsal
 from megarl.train.rehearsal import Findings, Trial, rehearse, try_out
 
@@ -125,11 +127,35 @@ def test_what_has_passed_is_tried_again_once_a_file_that_it_imports_changes(
     rehearse(with_overrides(config, ["run.rehearsal_s=null"]))
 
 
+def test_sessions_and_evaluations_try_users_code_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of the model but its config.json is read."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "mine.py").write_text("")
+    config = with_overrides(Config(), [f"algo.plugins=['{tmp_path}/mine.py']", f"model.path={tmp_path}/model"])
+    (tmp_path / "run.yaml").write_text(dump(config))
+    found = Findings(tried=[], mistakes=["mine.py:3: my own mistake"], warnings=[], files={}, tools={})
+    monkeypatch.setattr(rehearsal, "try_out", lambda trial: found)
+    request = EvalRequest(
+        model=tmp_path / "model", data=(tmp_path / "x.jsonl",), out=tmp_path / "out", run_file=tmp_path / "run.yaml"
+    )
+    for opened in (
+        lambda: open_session_inputs(config, with_engines=False, with_reference=False),
+        lambda: open_eval_inputs(request),
+    ):
+        with pytest.raises(ConfigError, match=r"^mine\.py:3: my own mistake$"):
+            opened()
+
+
 def test_the_command_says_what_is_well_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[Any]) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def good(solution_str, ground_truth):\n    return 1.0\n\ndef other(a):\n    return 1\n")
     main(["check-plugin", f"{file}:good"])
-    assert capsys.readouterr().out == f"{file}:1: reward function 'good': well\n"
+    assert capsys.readouterr().out == (
+        f"{file}:1: reward function 'good': well\n"
+        f"warning: {file}:1: reward function 'good' is flat: it gave 1.0 for right and wrong answers alike; check that "
+        "it compares them\n"
+    )
     with pytest.raises(SystemExit) as left:
         main(["check-plugin", f"{file}:other"])
     assert left.value.code == 1

@@ -295,7 +295,7 @@ def attacked(model: Path, tmp_path: Path) -> Config:
     """The configuration of a run in which an agent's module, if anything loaded it, would create the file `mark`."""
     module = tmp_path / "agent.py"
     module.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\ndef solve(): pass\n")
-    entry = f"{{type: agent, arguments: {{agent: {module}:solve}}}}"
+    entry = f"{{type: agent, rehearse: false, arguments: {{agent: {module}:solve}}}}"
     return make_run(model.parent / "run", model, f"environment.entries.mine={entry}", "environment.default=mine")
 
 
