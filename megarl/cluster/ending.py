@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.remotes import Location
+from megarl.cluster.remotes import Location, got
 from megarl.host.clock import awake_s
 from megarl.host.janitor import RUN_ID_VARIABLE
 
@@ -29,7 +29,7 @@ def end_at(location: Location) -> None:
     strategy = NodeAffinitySchedulingStrategy(location.host, soft=False)
     task = ray.remote(num_cpus=0)(end_run_processes).options(scheduling_strategy=strategy)
     with contextlib.suppress(RayError, GetTimeoutError):
-        ray.get(task.remote([location.pid]), timeout=2 * END_TIMEOUT_S)
+        got(task.remote([location.pid]), 2 * END_TIMEOUT_S)
 
 
 def end_run_processes(pids: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from megarl.config.derived import Derived
 from megarl.config.load import packaged
 from megarl.config.schema import Config
 from megarl.host.janitor import SHM_DIR
-from megarl.host.memory import memory_limits, physical_memory
+from megarl.host.memory import host_memory
 from megarl.weights.families import read_model_spec
 
 # Room for everything but rows: requests to engines, completions, the results of small calls.
@@ -41,7 +41,7 @@ def object_store(config: Config, command: str = "train", *, room: int | None = N
     if config.cluster.address is not None:
         return None
     if room is None:
-        memory = min([physical_memory(), *memory_limits()])
+        memory = host_memory()
         room = int(min(_MEMORY_SHARE * memory, _SHM_SHARE * shutil.disk_usage(SHM_DIR).total))
     rows, num_bytes = pass_bytes(config, command)
     needed = (LEAST_MIB << 20) + 2 * num_bytes

@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import ray
+from ray.exceptions import GetTimeoutError
 
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
+from megarl.host.clock import MOST_S, awake_s
 from megarl.record.progress import write_line
 
 P = ParamSpec("P")
@@ -115,11 +117,7 @@ class Process(Generic[A_co]):
 
     @overload
     def ask(
-        self,
-        method: Callable[Concatenate[A_co, P], Coroutine[object, object, R]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, method: Callable[Concatenate[A_co, P], Coroutine[object, object, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> PendingCall[R]: ...
 
     @overload
@@ -206,8 +204,19 @@ class Roster:
 
 def results(calls: Sequence[PendingCall[R]], *, timeout_s: float | None = None) -> list[R]:
     """Return the results of calls in order. Raises Ray's error for the first that failed; `wait_all` explains it."""
-    found: list[R] = ray.get([call.ref for call in calls], timeout=timeout_s)
+    found: list[R] = got([call.ref for call in calls], timeout_s)
     return found
+
+
+def got(refs: object, timeout_s: float | None) -> Any:
+    """Return as `ray.get`, whose own limit counts the time for which this process is stopped."""
+    began = awake_s()
+    while True:
+        try:
+            return ray.get(refs, timeout=None if timeout_s is None else min(timeout_s, MOST_S))
+        except GetTimeoutError:
+            if timeout_s is not None and awake_s() - began >= timeout_s:
+                raise
 
 
 def in_group(name: str) -> Callable[[F], F]:

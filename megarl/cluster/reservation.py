@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.placement import NodeGroup, PlacementPlan, ProcessSlot
+from megarl.cluster.remotes import got
 from megarl.errors import ConfigError
 
 
@@ -106,7 +107,7 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
     firsts = [{**group.bundle, f"node:{address}": 0.001} for address in addresses]
     nodes = [placement_group([first, *others], strategy="STRICT_PACK") for first in firsts]
     try:
-        ray.get([node.ready() for node in nodes], timeout=timeout_s)
+        got([node.ready() for node in nodes], timeout_s)
     except GetTimeoutError as error:
         raise ConfigError(
             f"placement: after {timeout_s:g} s the cluster has no room for {name} on {group}; it has "

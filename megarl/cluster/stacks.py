@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.remotes import Location
+from megarl.cluster.remotes import Location, got
 from megarl.host.stage import make_process_files
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -101,7 +101,7 @@ def describe(locations: Mapping[str, Location]) -> str:
             strategy = NodeAffinitySchedulingStrategy(host, soft=False)
             task = ray.remote(num_cpus=0)(activities).options(scheduling_strategy=strategy)
             try:
-                seen = ray.get(task.remote(pids, directory), timeout=HOST_S)
+                seen = got(task.remote(pids, directory), HOST_S)
             except (RayError, GetTimeoutError):
                 seen = {pid: Activity(state="on a host that does not answer", stacks="") for pid in pids}
         found |= {name: seen[location.pid] for name, location in its.items()}

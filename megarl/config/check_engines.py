@@ -3,7 +3,7 @@
 from megarl.config.schema import Config, NodesConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import ALLOCATOR_VARIABLES, allocator_settings, platform
-from megarl.host.memory import physical_memory
+from megarl.host.memory import host_memory
 
 
 def check_trainer_nodes(config: Config) -> None:
@@ -16,11 +16,11 @@ def check_cache(config: Config) -> None:
     """Raise ConfigError for caches of engines that this host cannot hold; `plan_engine` checks those on devices."""
     engine = config.rollout.engine
     needed = (engine.kv_cache_mib or 0) * engine.num_engines * engine.num_workers
-    total = physical_memory() >> 20
+    total = host_memory() >> 20
     if config.cluster.address is None and platform().name == "cpu" and needed > total:
         raise ConfigError(
             f"rollout.engine.kv_cache_mib: got {engine.kv_cache_mib}, for all engines {needed:,} MiB, but this host "
-            f"has {total:,} MiB of memory; lower it, or plan for other devices with --device-gib"
+            f"has {total:,} MiB of memory for this process; lower it, or plan for other devices with --device-gib"
         )
 
 

@@ -25,5 +25,5 @@ async def _bound(reply: "Response") -> None:
         reply.aiter_bytes = parts  # type: ignore[method-assign]
 
 
-# What every client of httpx, and of its likes, gets as `event_hooks`.
+# The `event_hooks` of every client of httpx, and of its likes.
 BOUNDED = {"response": [_bound]}

@@ -6,9 +6,9 @@ from pathlib import Path
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def physical_memory() -> int:
-    """Return this host's memory in bytes, whatever its containers may use of it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory() -> int:
+    """Return this host's memory in bytes, or as much as this container may use of it."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
 def memory_limits() -> list[int]:

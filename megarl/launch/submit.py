@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from megarl.launch.allocation import slurm_says
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
+_ENVIRONMENT = "slurm/env.sh"
 _NEXT_COMPONENT, _AFTER_OPTIONS = "#SBATCH hetjob\n", "set -euo pipefail\n"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
@@ -86,12 +88,16 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
         WorkerError: Slurm refused the job.
     """
     script = job_script(request)
+    # A job would wait in the queue, and end at once.
+    read = subprocess.run(["/bin/bash", "-n", _ENVIRONMENT], capture_output=True, encoding="utf-8", errors="replace")
+    if read.returncode and Path(_ENVIRONMENT).is_file():
+        raise ConfigError(f"{next(iter(read.stderr.splitlines()), _ENVIRONMENT)}; correct it, and submit again")
     if dry_run:
         print(script, end="")
         return []
-    if not Path("slurm/env.sh").is_file():
+    if not Path(_ENVIRONMENT).is_file():
         raise ConfigError(
-            f"slurm/env.sh: no such file in {Path.cwd()}, where the job starts; copy it with `cp -r {TEMPLATES} .`, "
+            f"{_ENVIRONMENT}: no such file in {Path.cwd()}, where the job starts; copy it with `cp -r {TEMPLATES} .`, "
             "adapt it to the cluster, and submit again"
         )
     jobs: list[int] = []

@@ -33,6 +33,7 @@ COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "604800",  # The driver has limits, which leave out what a stop takes.
     # Engine workers rename themselves; the new name must not overwrite the environment by which they are found.
     "SPT_NOENV": "1",
     # Repeated short waits at a store would otherwise print a warning each.

@@ -3,13 +3,16 @@
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config import Config, from_dict
 from megarl.config.check import check_eval, check_train
+from megarl.config.check_engines import check_cache
 from megarl.config.check_model import check_engine_model, check_model
 from megarl.config.engine_arguments import LIMITED, PASSED, REFUSED, check_argument, known_arguments
 from megarl.errors import ConfigError
@@ -318,3 +321,15 @@ def test_vllm_knows_what_it_is_told() -> None:
     assert {each for each in literals if "per" not in each} <= set(get_args(CacheDType))
     drafts = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
     assert drafts <= {field.name for field in fields(SpeculativeConfig)}
+
+
+@pytest.mark.parametrize(("limit", "refused"), [(f"{300 << 20}", True), (f"{512 << 20}", False), ("max", False)])
+def test_a_cache_that_the_container_cannot_hold_is_refused(
+    limit: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of 200 MiB each need 400, whatever the host has."""
+    (tmp_path / "memory.max").write_text(limit)
+    monkeypatch.setattr("megarl.host.memory._CGROUP_LIMITS", (str(tmp_path / "memory.max"),))
+    chosen = from_dict(Config, {"rollout": {"engine": {"kv_cache_mib": 200, "num_engines": 2}}})
+    with pytest.raises(ConfigError, match=r"400 MiB, but .* 300 MiB of memory") if refused else nullcontext():
+        check_cache(chosen)

@@ -48,6 +48,20 @@ def test_a_signal_after_which_a_step_and_a_checkpoint_do_not_end_is_refused_or_w
     assert (f"warning: {said}" in capsys.readouterr().err) == warned
 
 
+def test_a_mistake_in_env_sh_is_told_before_the_job_waits_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it runs here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megarl.launch.submit.slurm_says", lambda *_, **__: pytest.fail("it was submitted"))
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/env.sh").write_text("touch mark\nif true; then\n")
+    for dry_run in (True, False):
+        with pytest.raises(ConfigError, match=r"^slurm/env\.sh: line 3: syntax error.*; correct it, and submit again$"):
+            submit(REQUEST, dry_run=dry_run)
+    assert not (tmp_path / "mark").exists()
+
+
 def test_the_command_line_asks_the_forecast_and_goes_on_without_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
