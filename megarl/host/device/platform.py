@@ -344,8 +344,7 @@ def apply_environment() -> dict[str, str]:
 
     Ranks and engines compute on one thread each, unless the user says otherwise: several share a host's CPUs.
     """
-    wanted = platform().environment
-    for key, value in wanted.items():
+    for key, value in (wanted := platform().environment).items():
         os.environ.setdefault(key, value)
     threads = os.environ.get(WORKER_THREADS) or os.environ.get("OMP_NUM_THREADS", "1")
     return {key: os.environ[key] for key in wanted} | {"OMP_NUM_THREADS": threads}
