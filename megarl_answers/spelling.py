@@ -80,7 +80,7 @@ _WRAPPERS = (
 # Colours change nothing; what is coloured stays, in its braces.
 _COLOURS = r"\\(?:(?:text)?color(?:box)?|fcolorbox\s*\{[^{}]*\})\s*\{[^{}]*\}"
 # Emphasis of Markdown, and quotation marks, around the whole answer.
-_EMPHASIS = re.compile(r"(\*{1,3}|__|_|`|\")(?=\S)((?:(?!\1).)+)(?<=\S)\1", re.DOTALL)
+_EMPHASIS = re.compile(r"(\*{1,3}|__|_|`|\"|')(?=\S)((?:(?!\1).)+)(?<=\S)\1", re.DOTALL)
 _FUNCTIONS = r"arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp"
 _GREEK = r"pi|theta|alpha|beta|gamma|lambda|infty"
 _SIZES = r"left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|large|Large|LARGE|huge|Huge|bf|bfseries"

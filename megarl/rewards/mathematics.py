@@ -40,9 +40,8 @@ AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
 
 def gold_answer(ground_truth: str) -> str:
-    """Return the answer in a ground truth, with or without a box; raise DataError if it is empty or too long."""
-    boxed = last_boxed(ground_truth, MODES["fix"]) if "boxed" in ground_truth else None
-    gold = (boxed or ground_truth).strip()
+    """Return a ground truth without spaces around it; raise DataError if it is empty or too long for an answer."""
+    gold = ground_truth.strip()
     if not gold or len(gold) > MAX_ANSWER_CHARS:
         raise DataError(
             f"ground truth {gold[:60]!r} has {len(gold)} characters, expected an answer of 1 to {MAX_ANSWER_CHARS}"

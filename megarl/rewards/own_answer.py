@@ -1,25 +1,45 @@
 """Check before a run starts that each ground truth is accepted as an answer to itself, so that no run trains on data
 that nobody can answer."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megarl.data.answer_span import final_answer
 from megarl.errors import DataError
 from megarl.rewards.scorers import FORMATS, SCORERS
 from megarl.rewards.sources import SourceSpec, score
-from megarl.rewards.truths import without_stop
+from megarl.rewards.truths import any_mathematics, stated_in, without_stop
 from megarl.types import Prompt
+from megarl_answers.statement import last_number
 
 SHOWN = 3
 # Empty fields of tables become one of these as text.
 _EMPTY = frozenset({"", "none", "null", "nan", "n/a", "boxed", "[]", '"target":[]'})
+
+_NUMBER = re.compile(r"\d[\d.,]*")
+# A letter with words; and nothing but words, numbers and signs that may stand between them.
+_CHOICE = re.compile(r"(?:option|choice)\s+\(?([A-Z])\W*|\(?([A-Z])[).:]\s*\w.*", re.IGNORECASE)
+_PROSE = re.compile(
+    r"(?:\\text\w*|\\[()\[\],;! ]|[^\W\d_]{2,}|[^\W\d_]?'[a-z]+|\b[aAI]\b|[^\w\\<>|^&\[\]]|\d)+"
+)
 
 
 def is_empty(ground_truth: str) -> bool:
     r"""Return whether a ground truth says nothing: blank, `None`, `$$`, `\boxed{}`, an empty list of answers."""
     plain = "".join(c for c in ground_truth if c not in "\\{}$*. \t\r\n")
     return plain.casefold() in _EMPTY
+
+
+def alone(answer: str) -> str | None:
+    """Return the letter or number that an answer states in words, None for other answers.
+
+    >>> alone("Option C"), alone("She sold 48+24 = 72 clips"), alone("2x cm")
+    ('C', '72', None)
+    """
+    if letter := _CHOICE.fullmatch(answer):
+        return letter[1] or letter[2]
+    is_prose = _PROSE.fullmatch(answer) and (answer.count("=") == 1 or len(_NUMBER.findall(answer)) == 1)
+    return last_number(answer) if is_prose else None
 
 
 def spread_rows(num_rows: int, limit: int) -> frozenset[int]:
@@ -59,10 +79,15 @@ def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorab
 
 
 def _is_right(prompt: Prompt, spec: SourceSpec) -> bool:
-    """Return whether every answer that a ground truth stands for is right, and the text of one as it is in the file."""
+    """Return whether every answer that a ground truth stands for is right, and the text of one as it is in the file.
+
+    If it is a sentence that states a number or a letter, these are right too.
+    """
     scorer, truth = SCORERS.get(spec.variant), prompt.ground_truth
     answers = scorer.truths(truth, prompt.label)
-    plain = [] if truth.startswith(("[", "{")) or final_answer(truth) else [without_stop(truth)]
+    plain = [] if truth.startswith(("[", "{")) or stated_in(truth) else [without_stop(truth)]
+    if scorer.truths is any_mathematics:
+        plain += [found for answer in answers if (found := alone(answer))]
     return scorer.states is None or all(
         score(prompt.data_source, scorer.states(answer), truth, prompt.extra_info, source=spec).correct
         for answer in dict.fromkeys([*plain, *answers])

@@ -12,11 +12,17 @@ import numpy as np
 
 from megarl.data.answer_span import final_answer
 from megarl.errors import DataError
+from megarl_answers import MODES, last_boxed
 
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d\d+)?")
-# The mark of the answer in a worked solution; scorers of mathematics read boxes themselves.
-_MARKED = re.compile(r"^\s*####|</answer>", re.MULTILINE)
-_BOXED = re.compile(r"\\boxed\s*\{")
+# The mark of the answer in a worked solution, and words that announce it.
+_MARKED = re.compile(r"####|</answer>")
+_ANNOUNCED = re.compile(
+    r"\bans(?:wer)?\b(?:\s+to\b[^.:=\n]*?)?[*_\s]*(?:\bis\b|[:=])[\s:*_]*(.*?)(?:\*\*)?"
+    r"(?=,?\s+(?:since|because)\b|[.*\s]*(?:\n|$)|\.\s)",
+    re.IGNORECASE,
+)
+_TEXT = re.compile(r"\\text\w*\{([^{}]*)\}")
 # A full stop that ends a sentence, and spaces.
 _END = re.compile(r"(?<![.\s])\.?\s*$")
 _FIELDS = ("value", "target", "answer", "ground_truth")
@@ -42,6 +48,8 @@ def any_answer(ground_truth: str, label: object = None) -> Sequence[str]:
 
     >>> any_answer('["a", 5]'), any_answer("72.0"), any_answer('{"target": ["a", "b"]}'), any_answer("6*7=42\\n#### 42")
     (['a', '5'], ['72.0', '72'], ['a', 'b'], ['42'])
+    >>> any_answer("6*7=42.\\nThe answer is 42, since 7*6=42."), any_answer(r"So it is $\boxed{\text{B}}$.")
+    (['42'], ['B'])
     """
     found = _structure(ground_truth)
     # Search-R1 has other fields beside it.
@@ -49,8 +57,7 @@ def any_answer(ground_truth: str, label: object = None) -> Sequence[str]:
     if isinstance(found, list) and not found:
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
     found = found if isinstance(found, list) else [found]
-    boxed = [isinstance(each, str) and _BOXED.search(each) and final_answer(each) for each in found]
-    return _each([inner or each for inner, each in zip(boxed, found, strict=True)], ground_truth)
+    return [_TEXT.sub(r"\1", each) for each in _each(found, ground_truth)]
 
 
 def any_mathematics(ground_truth: str, label: object = None) -> Sequence[str]:
@@ -101,10 +108,24 @@ def _each(found: Sequence[object], ground_truth: str) -> list[str]:
     if not all(isinstance(each, str | int | float) for each in found):
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
     texts = [each if isinstance(each, str) else json.dumps(each) for each in found]
-    stated = [final_answer(text) if _MARKED.search(text) else text for text in texts]
-    if None in stated:
+    stated = [stated_in(text) or text for text in texts]
+    if any(map(_MARKED.search, stated)):
         raise _unread(ground_truth, "the answer after its mark")
-    return [text for answer in stated for text in _written(answer or "")]
+    if len(stated) == 1 and "\n" in stated[0].strip() and "\\" not in stated[0]:
+        raise _unread(ground_truth, "the answer alone, in a box, or after #### or `The answer is`")
+    return [text for answer in stated for text in _written(answer)]
+
+
+def stated_in(text: str) -> str | None:
+    """Return the answer that a worked solution or a sentence states; None if it does not say where its answer is."""
+    if _MARKED.search(text):
+        answer = final_answer(text)
+    elif not (answer := last_boxed(text, MODES["fix"]) if "\\" in text else None):
+        stated = {found for found in _ANNOUNCED.findall(text) if found}
+        if len(stated) > 1:
+            raise _unread(text, "one answer")
+        answer = stated.pop() if stated else None
+    return (stated_in(answer) or answer) if answer else None
 
 
 def _unread(ground_truth: str, expected: str) -> DataError:

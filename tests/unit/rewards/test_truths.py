@@ -15,6 +15,38 @@ from megarl.rewards.question import Question
 from megarl.types import Message, Prompt
 
 OF_ANSWERS = [name for name in SCORERS if SCORERS.get(name).states is not None and "@" not in name]
+# What stands around an answer that a sentence or a worked solution states.
+STATED = [
+    ("The answer is ", "."),
+    ("the answer to the question is: ", ""),
+    ("Answer: ", ""),
+    ("**Answer:** ", ""),
+    ("**Final answer: ", "**"),
+    ("Ans: ", ""),
+    ("Answer:\n", "\n\nExplanation: 48+24."),
+    ("Final Answer: The final answer is ", ". I hope it is correct."),
+    ("She sold 48/2 = 24 clips in May.\nThe answer is ", ", since 48+24=72."),
+    ("It is 48+24. #### ", ""),
+    ("We have $x=72$, so $\\boxed{", "}$."),
+    ("\\fbox{", "}"),
+    ("<answer>\\boxed{", "}</answer>"),
+    ("<think>48+24</think>\nThe answer is ", "."),
+]
+# Sentences and marks that some scorers read; `short_answer` takes them for the text that is asked for.
+SENTENCES = [
+    "She sold 72 clips in April and May.",
+    "So 48+24 = 72.",
+    "So 48+24 = 72.\nThat is all.",
+    "It's 72.",
+    "Total: 72",
+    "72 clips",
+    "# 72",
+    "= 72",
+    "`72`",
+    "'72'",
+    "The answer is $72$.",
+    "答案：72",
+]
 # Labels as files hold them, by an answer that is right for them.
 READ: dict[str, list[object]] = {
     "72": [
@@ -35,6 +67,7 @@ READ: dict[str, list[object]] = {
             ["half of #### 144\n#### 72"],
             {"answer": "<think>70+2</think><answer> 72 </answer>"},
         ),
+        *(f"{before}72{after}" for before, after in STATED),
         *('["72"]', "['72']", '["5", "72"]', '["5", 72]', '{"value": ["72"]}', "{'answer': '72'}"),
     ],
     "0.1": [0.1, 0.10000000149011612, [0.1], "0.1"],
@@ -91,6 +124,29 @@ def test_a_right_answer_is_right_whatever_type_the_truth_has_or_the_row_is_refus
             found = judged(scorer, label, answer)
             assert found or (found is None and not is_read), (label, answer)
             assert not judged(scorer, label, "73"), label
+
+
+@pytest.mark.parametrize("scorer", sorted({*OF_ANSWERS} - {"short_answer", "letters"}))
+def test_a_sentence_is_read_or_the_row_is_refused(scorer: str) -> None:
+    for sentence in SENTENCES:
+        assert judged(scorer, sentence, "72") in (True, None), sentence
+        assert not judged(scorer, sentence, "73"), sentence
+
+
+@pytest.mark.parametrize("scorer", ["letters", "math", "strict", "answer_line", "math_verify"])
+def test_a_letter_is_read_from_what_states_it_or_the_row_is_refused(scorer: str) -> None:
+    for label in ("(C)", "C. Paris", "C) Paris", "Option C", r"So it is \boxed{\text{C}}.", "**C**"):
+        assert judged(scorer, label, "C") in (True, None), label
+        assert not judged(scorer, label, "D"), label
+    for before, after in STATED:
+        assert judged(scorer, f"{before}C{after}", "C"), before
+        assert not judged(scorer, f"{before}C{after}", "D"), before
+
+
+@pytest.mark.parametrize("truth", ["The answer is 5. No, the answer is 6.", "72\n\nExplanation: 48+24."])
+def test_a_truth_that_states_several_answers_or_goes_on_is_refused(truth: str) -> None:
+    with pytest.raises(DataError, match="correct the data"):
+        score("short_answer", "", truth, {})
 
 
 def test_numbers_in_a_list_are_alternatives_of_a_short_answer_and_a_text_in_brackets_is_an_interval() -> None:
