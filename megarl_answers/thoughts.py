@@ -21,8 +21,6 @@ _PARTNERS = {mark.casefold(): other for pair in _PAIRS.items() for mark, other i
 OPENING = "|".join([rf"<{_NAME}>", *map(re.escape, _PAIRS)])
 CLOSING = "|".join([rf"</{_NAME}>", *map(re.escape, _PAIRS.values())])
 _CLOSING = re.compile(CLOSING, re.IGNORECASE)
-# Texts without these, as most are, have no closing mark.
-_SIGNS = ("</", "[/", "|>", "◁", "<u")
 
 
 def partner(mark: str) -> str:
@@ -42,6 +40,10 @@ def after_thoughts(text: str) -> str:
     >>> after_thoughts("<think>7?</think>8"), after_thoughts("[THINK]7?[/THINK]8"), after_thoughts("8")
     ('8', '8', '8')
     """
-    if not any(sign in text for sign in _SIGNS):
+    # Texts without these, as most are, have no closing mark.
+    if not ("</" in text or "[/" in text or "|>" in text or "◁" in text or "<u" in text):
         return text
-    return text[max((found.end() for found in _CLOSING.finditer(text)), default=0) :]
+    end = 0
+    for found in _CLOSING.finditer(text):
+        end = found.end()
+    return text[end:]

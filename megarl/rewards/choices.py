@@ -39,9 +39,11 @@ def score_letters(
     if len(letters) != 1:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
     answer = extract_answer(response, options)
-    said = after_thoughts(response) if options.skip_thinking else response
-    if answer is None and (lines := ANSWER_LINE.findall(WRAPPER.sub(" ", said[-ANSWER_LINE_CHARS:]))):
-        answer = lines[-1]
+    if answer is None:
+        said = (after_thoughts(response) if options.skip_thinking else response)[-ANSWER_LINE_CHARS:]
+        start = said.lower().find("answer")
+        if start >= 0 and (lines := ANSWER_LINE.findall(WRAPPER.sub(" ", said[start:]))):
+            answer = lines[-1]
     return reward_of_answer(answer, letters[0], compare_letters, options)
 
 

@@ -132,7 +132,7 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
 def _same_words(answer: str, accepted: str) -> bool:
     """Compare answers without case and punctuation, with articles or without; as they stand if nothing else is left."""
     left, right = _forms_of(answer), _forms_of(accepted)
-    return any(a == b for a, b in zip(left[1:], right[1:], strict=True)) if right[1] else left[0] == right[0]
+    return left[1] == right[1] or left[2] == right[2] if right[1] else left[0] == right[0]
 
 
 @lru_cache(maxsize=4096)

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.registry import unknown_name
 from megarl.rewards.scorers import FORMATS, PARSE_FAILED, SCORERS
+from megarl.rewards.truths import TruthReader
 from megarl.types import Reward
 from megarl_answers import Mode
 
@@ -118,7 +120,7 @@ def score(
     """
     spec = source_spec(data_source) if source is None else source
     scorer = SCORERS.get(spec.variant)
-    rewards = [scorer(response, truth, extra_info, **(arguments or {})) for truth in scorer.truths(ground_truth)]
+    rewards = [scorer(response, truth, extra_info, **(arguments or {})) for truth in _read(scorer.truths, ground_truth)]
     reward = max(rewards, key=lambda each: (each.score, -each.details.get(PARSE_FAILED, 0.0)))
     failed = reward.details.get(PARSE_FAILED, 0.0) == 1.0
     well_formed = spec.format is not None and FORMATS.get(spec.format)(response)
@@ -128,6 +130,12 @@ def score(
     share = (1.0 - spec.format_weight) * reward.score + spec.format_weight * well_formed
     total = spec.wrong + (spec.correct - spec.wrong) * share
     return Reward(score=total, correct=reward.correct, details=details, own_score=reward.score)
+
+
+@lru_cache(maxsize=4096)
+def _read(truths: TruthReader, ground_truth: str) -> tuple[str, ...]:
+    """Read a ground truth, which all responses to a prompt share."""
+    return tuple(truths(ground_truth))
 
 
 def judge_by_source(

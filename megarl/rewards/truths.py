@@ -37,6 +37,8 @@ class TruthReader(Protocol):
 
     def __call__(self, ground_truth: str, label: object = None, /) -> Sequence[str]: ...
 
+    def __hash__(self) -> int: ...
+
 
 def as_it_stands(ground_truth: str, label: object = None) -> Sequence[str]:
     """Return the text of a ground truth, for scorers that read a structure of their own, such as tests of a program."""
