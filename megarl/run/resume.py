@@ -31,56 +31,23 @@ from megarl.weights.hub import with_recorded_commits
 _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
 # A resumed run may change these: where and how it computes, how long, and what it writes. The rest decides what it
 # optimises, on which data, in which order.
+_SETTINGS = (
+    "run.name run.dir run.share actor.layout actor.recompute actor.recompute_modules "
+    "actor.recompute_layers actor.recompute_unit actor.micro_batch_tokens actor.head actor.lora.sync "
+    "actor.lora.export reference.layout reference.micro_batch_tokens teacher.layout "
+    "teacher.micro_batch_tokens teacher.servers teacher.writers teacher.api_key_env teacher.timeout_s "
+    "reward_model.layout reward_model.micro_batch_tokens critic.layout critic.recompute "
+    "critic.micro_batch_tokens rollout.timeout_s rollout.record rollout.engine rewards.verifier "
+    "rewards.custom.pass_env environment.pass_env rewards.code.workers placement sync trainer.total_steps "
+    "trainer.mismatch_gate_nats validation sft.total_steps sft.val_every_steps train_reward.total_steps "
+    "train_reward.val_every_steps train_preference.total_steps train_preference.val_every_steps logging "
+    "checkpoint cluster"
+)
 CONTINUABLE = (
-    "run.name",
-    "run.dir",
-    "run.share",
-    "actor.layout",
-    "actor.recompute",
-    "actor.recompute_modules",
-    "actor.recompute_layers",
-    "actor.recompute_unit",
-    "actor.micro_batch_tokens",
-    "actor.head",
-    "actor.lora.sync",
-    "actor.lora.export",
+    *_SETTINGS.split(),
     *(f"actor.moe.{key}" for key in ("grouped_gemm", "fuse_permute", "fuse_router")),
-    "reference.layout",
-    "reference.micro_batch_tokens",
-    "teacher.layout",
-    "teacher.micro_batch_tokens",
-    "teacher.servers",
-    "teacher.writers",
-    "teacher.api_key_env",
-    "teacher.timeout_s",
-    "reward_model.layout",
-    "reward_model.micro_batch_tokens",
-    "critic.layout",
-    "critic.recompute",
-    "critic.micro_batch_tokens",
     *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _SCHEDULE),
-    "rollout.timeout_s",
-    "rollout.record",
-    "rollout.engine",
     *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
-    "rewards.verifier",
-    "rewards.custom.pass_env",
-    "environment.pass_env",
-    "rewards.code.workers",
-    "placement",
-    "sync",
-    "trainer.total_steps",
-    "trainer.mismatch_gate_nats",
-    "validation",
-    "sft.total_steps",
-    "sft.val_every_steps",
-    "train_reward.total_steps",
-    "train_reward.val_every_steps",
-    "train_preference.total_steps",
-    "train_preference.val_every_steps",
-    "logging",
-    "checkpoint",
-    "cluster",
 )
 
 

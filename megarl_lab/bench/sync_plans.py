@@ -261,23 +261,10 @@ def planning(devices: Sequence[int]) -> tuple[dict[str, Any], bool]:
 
 
 def _table(planned: Sequence[Planned]) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        (
-            "model",
-            "GB",
-            "trainer",
-            "engines",
-            "GB received",
-            "GB sent",
-            "saved, in order",
-            "messages",
-            "staging MiB",
-            "hold s",
-            "need s",
-            "place s",
-            "plan s",
-        )
-    ]
+    header = (
+        "model|GB|trainer|engines|GB received|GB sent|saved, in order|messages|staging MiB|hold s|need s|place s|plan s"
+    )
+    rows: list[tuple[str, ...]] = [tuple(header.split("|"))]
     rows += [
         (
             each.name,

@@ -191,18 +191,7 @@ def gates(measured: list[VerifierRate], agreements: list[VerdictAgreement]) -> l
 
 
 def table(measured: list[VerifierRate]) -> list[str]:
-    header = (
-        "items",
-        "hostile",
-        "contender",
-        "items/s",
-        "× TRL",
-        "CPU ms",
-        "timed out",
-        "crashed",
-        "replaced",
-        "longest s",
-    )
+    header = "items|hostile|contender|items/s|× TRL|CPU ms|timed out|crashed|replaced|longest s"
     reference = {(each.items, each.rate): each.per_second for each in measured if each.contender == TRL}
     rows = []
     for each in measured:
@@ -223,7 +212,7 @@ def table(measured: list[VerifierRate]) -> list[str]:
                 longest,
             )
         )
-    return align([header, *rows], left=(2,))
+    return align([header.split("|"), *rows], left=(2,))
 
 
 def main() -> None:
