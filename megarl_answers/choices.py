@@ -12,8 +12,8 @@ WRAPPER = re.compile(
     r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\(?:[,;:! ]|q?quad\b)|[*${}\"`“”\u200b-\u200f\u2060\ufeff]|(?<!~)~(?!~)"
 )
 _BEFORE = (
-    r"[\s(\['.:<>]*(?:(?:so|thus|hence|therefore|definitely|clearly|surely)\b,?\s*)*(?:i\s+(?:would\s+|will\s+)?"
-    r"(?:choose|chose|pick|select|say)\s+|(?:it|that)(?:\s+is|\s+must\s+be|'s)\s+)?(?:(?:the|final|correct|right|best|my)\s+)*(?:(?:answer|option|choice)\s*(?:is\b|:|=)?\s*:?\s*\W?)?"
+    r"[\s(\['.:<>]*(?:(?:so|thus|hence|therefore|definitely|clearly|surely)\b,?\s*)*(?:i(?:\s+would|\s+will|'d|'ll)?\s+"
+    r"(?:choose|chose|pick|select|say|go\s+with)\s+|(?:it|that)(?:\s+is|\s+must\s+be|'s)\s+)?(?:(?:the|final|correct|right|best|my)\s+)*(?:(?:answer|option|choice)\s*(?:is\b|:|=)?\s*:?\s*\W?)?"
 )
 # The article, with a word for a quantity or several words: "A lot of them", "A red car"; "A photon" is a choice and its
 # text.
@@ -35,9 +35,9 @@ _JOINED = re.compile(
 # These confirm the letter: "B, not D", "B is correct", "B because C is false".
 _CONFIRMED = re.compile(
     r"\W*(?:(?:because|since|as)\b.*|(?:and\s+)?not\s+\W?[A-Z]\W?(?:\s+(?:or|nor)\s+\W?[A-Z]\W?)*"
-    r"|is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice))?)[\W_]*"
+    r"|is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice))?)[\W_]*"
 )
-_WORD = re.compile(r"[(\s,;:-]*([^\W\d_]{2,})")
+_WORD = re.compile(r"[(\s,;:—–-]*([^\W\d_]{2,})")
 _VERDICT = re.compile(
     rf"\W*(?:no|false|wrong|incorrect)\b\W+{_LONE}\W*"
     r"|\W*(?:wrong|incorrect|not\b.*|never|excluded|eliminated|impossible|ruled out)\W*",
@@ -66,7 +66,7 @@ def stated_letter(answer: str) -> str | None:
     return letter
 
 
-_LONE_LETTER = re.compile(r"\(?([A-Z])\)?[.:)]?")
+_LONE_LETTER = re.compile(r"(?:(?i:option|choice|statement)\s+)?\(?([A-Z])\)?[.:)]?")
 # A letter with a sign that parts it from the text of its choice, and a text that is a value.
 _LETTER_AND_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)])\s*(.+)")
 _VALUE = re.compile(r"-?[$€£]?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![a-zA-Z])).*")

@@ -10,6 +10,7 @@ from megarl_answers import bound, choices, notation, structure
 from megarl_answers.grammar import is_supposed
 from megarl_answers.guard import COMPUTATION, refusal
 from megarl_answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
+from megarl_answers.numerals import ordinal
 from megarl_answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl_answers.spelling import canonical, compact, normalise
 from megarl_answers.statement import plain_answer
@@ -24,8 +25,8 @@ Compare = Callable[[str, str], Equality]
 Rule = Callable[[str, str, Compare, AnswerOptions], Equality | None]
 
 _NAME = re.compile(
-    r"\s*(?:\\overline\s*\{\s*[A-Z]{1,3}\s*\}|m?\s*\\(?:angle|triangle)\s*[A-Z]{1,3}|[|\[]\s*[A-Z]{2,}\s*[|\]])\s*|"
-    r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?\w+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
+    r"\s*(?:\\(?:overline|vec)\s*\{\s*\w{1,3}\s*\}|m?\s*\\(?:angle|triangle)\s*[A-Z]{1,3}|[|\[]\s*[A-Z]+\s*[|\]]|\\#\s*[A-Z])\s*|"
+    r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?[\w,]+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
 )
 _ORDINAL = re.compile(r"^(\d+)th$")
 _LETTER = re.compile(r"\\?[a-zA-Z]|\\[a-zA-Z]+")
@@ -67,7 +68,10 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
         return Equality.UNPARSED
     if options.textual:
         return _compare(normalise(answer), normalise(gold) if options.normalise_gold else gold, options, TEXTUAL_RULES)
-    answer, gold = (_ORDINAL.sub(r"\1", plain_answer(canonical(text))) for text in (answer, gold))
+    answer, gold = (plain_answer(canonical(text)) for text in (answer, gold))
+    if None not in (places := [ordinal(text) for text in (answer, gold)]):
+        return Equality.of(places[0] == places[1])
+    answer, gold = (_ORDINAL.sub(r"\1", text) for text in (answer, gold))
     return _compare(answer, gold, options, RULES)
 
 
@@ -189,7 +193,7 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
         return None
     groups = [structure.parse_group(union) for union in unions]
     # Bare numbers are not bounds.
-    is_list = {group.opening for group in groups if group is not None} >= {"", "("}
+    is_list = {group.opening for group in groups if group is not None} in ({"", "("}, {"", "["})
     return Equality.DIFFERENT if len(names) > 1 or is_list else compare(unions[0], unions[1])
 
 
@@ -249,7 +253,11 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
     is_list = any(group is not None and not group.opening for group in groups)
     if (len(a) == 1 and len(g) == 1) or is_list:
         return None
+    signs = [set(re.findall(_EQUALS, text)) for text in (answer, gold)]
     if len(a) > 1 and len(g) > 1:
+        # Only a number may be about the value of a name.
+        if signs[0] != signs[1] and _NUMBER_IS_MISSING.search(a[-1]) and _NUMBER_IS_MISSING.search(g[-1]):
+            return Equality.DIFFERENT
         if len(a) > 2 or len(g) > 2:
             return _same_chain(a, g, compare)
         if compare(a[0], g[0]) is Equality.EQUAL and _NAME.fullmatch(g[0]):
@@ -266,6 +274,9 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
         parts = parts[::-1]
     if is_supposed(parts[0]) or any(DENYING & set(part.lower().split()) for part in parts):
         return Equality.DIFFERENT
+    # The part before `\approx` is exact.
+    if r"\approx" in (signs[0] | signs[1]) and not _NAME.fullmatch(parts[-2]):
+        return Equality.EQUAL if parts[-1] == value else compare(parts[-2], value)
     # A question for a computation only names its value.
     named = [part for part in parts[:-1] if not _NAME.fullmatch(part) and refusal(part) != COMPUTATION]
     if not all(compare(part, parts[-1]) is Equality.EQUAL for part in named):

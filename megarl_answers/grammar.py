@@ -87,7 +87,7 @@ _CONTRAST = re.compile(
 # A number that begins a clause ends it, or is said to be the answer, or counts something.
 _ALONE = re.compile(
     r"[\s$*_)}\]\\\"'`]*(?:$|\n|[.,;:!(=~]|it\s+is\b"
-    r"|(?:is|was|are|must\s+be|will\s+be)\s+(?:(?:therefore|indeed|the|our|my|final|only)\s+)*(?:correct|right|answer|result|solution|total|sum|value)\b"
+    r"|(?:is|was|are|must\s+be|will\s+be)\s+(?:(?:therefore|indeed|the|our|my|final|only)\s+)*(?:what\s+we\b|correct|right|answer|result|solution|total|sum|value)\b"
     r"|(?:is|was|are)\s+the\s+[a-z]+est\b|as\s+(?:the|our|my)\b|o'clock\b|(?:remains?|remain(?:ing)?|left)\b|of\s+(?:them|these|those|his|her|their|the)\b)"
 )
 _COUNTED = re.compile(r"[\s$*_)}\]\\~,-]*(?:text|mathrm)?[\s{~]*((?:[^\W\d_][\w'./^-]*,?\s*){0,6})")

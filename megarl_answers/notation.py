@@ -28,6 +28,8 @@ _ASSIGNMENT = re.compile(r"(\\?[a-zA-Z]\w*)\s*=\s*([^=]+)")
 _CLOSING_WORDS = re.compile(r".*[\d)}\]]\s+([^\W\d_]+(?:[\s'-]+[^\W\d_]+)*)")
 _RATIO = r":|(?<![a-zA-Z\\])to(?![a-zA-Z])"
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::(\d\d))?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_HALVES = re.compile(r"\s+(?:(in\s+the\s+morning)|in\s+the\s+(?:afternoon|evening)|at\s+night)$")
+_OCLOCK = re.compile(r"(?<=\d)\s*o'clock", re.IGNORECASE)
 
 _TIMES_OF_DAY = {"noon": "12 pm", "12 noon": "12 pm", "midnight": "12 am", "12 midnight": "12 am"}
 _MONTH = (
@@ -67,6 +69,15 @@ def same_named_tuple(answer: str, gold: str, compare: Compare, options: AnswerOp
         return compare(*(match[1] if match else text for match, text in zip(points, (answer, gold), strict=True)))
     tuples = [_TUPLE_OF_NAMES.fullmatch(text) for text in (answer, gold)]
     values = [_values_by_name(text) for text in (answer, gold)]
+    for named, text, other in ((values[0], answer, gold), (values[1], gold, answer)):
+        # Values of different names are no alternatives.
+        if (
+            named
+            and text[0] != "("
+            and len({name.partition("_")[0] for name in named}) > 1
+            and (" or " in text or other[:2] == r"\{")
+        ):
+            return Equality.DIFFERENT
     if not any(tuples):
         ordered = [_in_order(each, other) for each, other in zip(values, (gold, answer), strict=True)]
         if not any(ordered):
@@ -142,7 +153,11 @@ def same_closing_words(answer: str, gold: str, compare: Compare, options: Answer
 
 def same_time(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare times of day if one is with am or pm: `7 p.m.` equals `7:00 PM` and `19:00`, and not `7:00`."""
+    if any(_OCLOCK.search(text) for text in (answer, gold)):
+        hours = [_OCLOCK.sub("", text) for text in (answer, gold)]
+        return compare(*(f"{text}:00" if text.isdigit() else text for text in hours))
     plain = [text.rpartition("=")[2].strip() for text in (answer, gold)]
+    plain = [_HALVES.sub(lambda half: " am" if half[1] else " pm", text) for text in plain]
     times = [_TIME.fullmatch(_TIMES_OF_DAY.get(text.casefold(), text)) for text in plain]
     if not any(time is not None and time[4] for time in times):
         return None

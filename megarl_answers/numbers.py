@@ -32,7 +32,8 @@ _MIXED_INSIDE = re.compile(
 # The digits under a bar, between dots, or in brackets after the point, repeat for ever; so do 333 before dots.
 _REPEATING = re.compile(
     r"(?<![\d.,])(?<!\d )(\d+)\.(?:(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))|()\((\d+)\)"
-    r"|(\d*)\\dot\s*\{?\s*(\d)\}?(?:(\d*)\\dot\s*\{?\s*(\d)\}?)?|(\d*?)(?P<digit>\d)(?P=digit){2,}\s*\\ldots)(?!\s*[\d.(])"
+    r"|(\d*)\\dot\s*\{?\s*(\d)\}?(?:(\d*)\\dot\s*\{?\s*(\d)\}?)?|(\d*?)(?:(?P<digit>\d)(?P=digit){2,}|(?P<period>\d{2,}?)(?P=period)+)"
+    r"\s*\\ldots)(?!\s*[\d.(])"
 )
 _PLAIN = re.compile(rf"({_DECIMAL})")
 _SCIENTIFIC = re.compile(rf"({_DECIMAL})(?:(?:e|\s*E\s*)([+-]?\d+)|\s*(?:\\cdot|x)\s*{_POWER})|{_POWER}")

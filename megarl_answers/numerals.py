@@ -7,33 +7,11 @@ from fractions import Fraction
 from megarl_answers.units import SCALES
 
 MAX_WORDS = 20
-_SMALL: Mapping[str, int] = {
-    word: value
-    for value, word in enumerate(
-        [
-            "zero",
-            "one",
-            "two",
-            "three",
-            "four",
-            "five",
-            "six",
-            "seven",
-            "eight",
-            "nine",
-            "ten",
-            "eleven",
-            "twelve",
-            "thirteen",
-            "fourteen",
-            "fifteen",
-            "sixteen",
-            "seventeen",
-            "eighteen",
-            "nineteen",
-        ]
-    )
-} | {
+_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_SMALL: Mapping[str, int] = {word: value for value, word in enumerate(_WORDS.split())} | {
     f"{word}ty": 10 * value
     for value, word in enumerate(["twen", "thir", "for", "fif", "six", "seven", "eigh", "nine"], 2)
 }
@@ -44,6 +22,12 @@ _PARTS: Mapping[str, int] = {"half": 2, "halves": 2, "quarter": 4, "quarters": 4
 }
 _POWERS = {word: scale for word, scale in SCALES.items() if scale % 10 == 0}
 _FIRST = frozenset({*_SMALL, "a", "an", "half", "minus", "negative"})
+_ORDINALS: Mapping[str, int] = {
+    f"{word}th".replace("vet", "ft").replace("tyth", "tieth"): value for word, value in _SMALL.items()
+} | {"first": 1, "second": 2, "third": 3, "eighth": 8, "ninth": 9}
+_ORDINAL = re.compile(
+    r"(?:the\s+)?(?:(\d+)(?:st|nd|rd|th)|([a-z]+ty)[\s-]+([a-z]+)|([a-z]+))(?:\s+place)?", re.IGNORECASE
+)
 _WORD = re.compile(r"(?:^|\s*-\s*|\s+)([a-zA-Z]+)(?![\w'])")
 
 
@@ -78,6 +62,19 @@ def spelled_number(text: str) -> tuple[str, str] | None:
         return None
     digits = str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return "-" * start + digits, text[ends[end - 1] :]
+
+
+def ordinal(text: str) -> int | None:
+    """Read a text that is an ordinal number; return None for other texts.
+
+    >>> ordinal("21st"), ordinal("the third"), ordinal("twenty-first"), ordinal("a third")
+    (21, 3, 21, None)
+    """
+    match = _ORDINAL.fullmatch(text)
+    if match is None or match[1]:
+        return int(match[1]) if match else None
+    tens, units = _SMALL.get((match[2] or "").casefold(), 0), _ORDINALS.get((match[3] or match[4]).casefold())
+    return None if units is None or (tens == 0) == (match[2] is not None) else tens + units
 
 
 def _whole_number(words: Sequence[str], start: int) -> tuple[int, int]:

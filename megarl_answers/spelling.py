@@ -9,63 +9,21 @@ from typing import TypeAlias
 from megarl_answers.numbers import join_digits
 from megarl_answers.units import UNIT_OF_LETTER
 
+# Signs, and the command or character that each means.
 _UNICODE: Mapping[int, str] = str.maketrans(
     {
-        "−": "-",
-        "–": "-",
-        "‐": "-",
-        "‑": "-",
-        "’": "'",
-        "“": '"',
-        "”": '"',
-        "×": r"\cdot ",
-        "∙": r"\cdot ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "∶": ":",
-        "⌊": r"\lfloor ",
-        "⌋": r"\rfloor ",
-        "⌈": r"\lceil ",
-        "⌉": r"\rceil ",
-        "⁄": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "±": r"\pm ",
-        "∓": r"\mp ",
-        **dict.fromkeys("≤⩽≦≲", r"\leq "),
-        **dict.fromkeys("≥⩾≧≳", r"\geq "),
-        **dict.fromkeys("⇒⟹", r"\Rightarrow "),
-        "∴": r"\therefore ",
-        "∨": r"\lor ",
-        "∖": r"\setminus ",
-        "º": r"^{\circ}",
-        "≠": r"\neq ",
-        "≈": r"\approx ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        **{sign: rf"\mathbb{{{letter}}}" for sign, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
-        "θ": r"\theta ",
-        "α": r"\alpha ",
-        "β": r"\beta ",
-        "γ": r"\gamma ",
-        "δ": r"\delta ",
-        "λ": r"\lambda ",
-        "ρ": r"\rho ",
-        "σ": r"\sigma ",
-        "φ": r"\phi ",
-        "ω": r"\omega ",
-        "Δ": r"\Delta ",
-        "°": r"^{\circ}",
-        "،": ",",
-        "、": ",",
-        "。": ".",
-        "′": "'",
-        "⟨": r"\langle ",
-        "⟩": r"\rangle ",
+        sign: f"{command} "
+        for signs, command in re.findall(
+            r"([^\s\\]+)(\\\S+)",
+            r"×∙·⋅\cdot ⌊\lfloor ⌋\rfloor ⌈\lceil ⌉\rceil π\pi ∞\infty ±\pm ∓\mp ≤⩽≦≲\leq ≥⩾≧≳\geq ⇒⟹→\Rightarrow "
+            r"∴\therefore ∨\lor ∖\setminus ≠\neq ≈\approx ∪\cup ∩\cap ∈\in ∅\emptyset ℝ\mathbb{R} ℤ\mathbb{Z} "
+            r"ℕ\mathbb{N} ℚ\mathbb{Q} ℂ\mathbb{C} θ\theta α\alpha β\beta γ\gamma δ\delta λ\lambda ρ\rho σ\sigma "
+            r"φ\phi ω\omega Δ\Delta ⟨\langle ⟩\rangle",
+        )
+        for sign in signs
     }
+    | dict(zip("−–‐‑’′“”÷⁄∶،、。", "----''\"\"//:,,.", strict=True))
+    | dict.fromkeys("º°", r"^{\circ}")
 )
 _SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 # A number that only one spelling has.
@@ -92,7 +50,11 @@ _UPRIGHT_UNIT = re.compile(
 )
 
 # `\frac12` → `\frac{1}{2}`, `\frac{1}2` → `\frac{1}{2}`.
-_FRACTIONS = ((r"\\frac\s*([^\s{\\])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*([^\s{\\])", r"\1{\2}"))
+_ARGUMENT = rf"\s*([^\s{{\\]|\\(?:{_GREEK}|phi|rho|sigma|omega|mu)(?![a-zA-Z]))"
+_FRACTIONS = (
+    (rf"\\frac{_ARGUMENT}", r"\\frac{\1}"),
+    (rf"(\\frac\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}){_ARGUMENT}", r"\1{\2}"),
+)
 
 
 Replacement: TypeAlias = str | Callable[[re.Match[str]], str]
@@ -144,9 +106,9 @@ def _compiled(*rows: tuple[str, Replacement]) -> tuple[tuple[re.Pattern[str], Re
 
 # In a pattern: a set of characters, or a group without others in it.
 _GROUP = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|(?<!\\)\((?:\\.|[^()\[\\])*\)")
+_ORDINAL = re.compile(r"\d+(?:st|nd|rd|th)")
 # These separate the equations of a text.
 _BETWEEN_EQUATIONS = re.compile(r"\\q?quad(?![a-zA-Z])|\\\\(?!\[)")
-_ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?")
 # Patterns and their replacements; the order is part of the definition of both spellings.
 _DELIMITERS = _marked(
     (r"\.{3,}", r"\\ldots "),
@@ -154,11 +116,14 @@ _DELIMITERS = _marked(
     (r"~~", r"\\sout "),
     # Spelled thus, these are marks of thousands wherever they stand; a comma alone may separate elements.
     (r"(?<=\d)(?:,\s*\\!\s*|\{,\})(?=\d{3}(?!\d))", ""),
+    # A comma before one or two digits is a point.
+    (r"(?<=\d)\{,\}(?=\d\d?(?!\d))", "."),
     (r"\\\$", "$"),
     # Commands that print a number of an equation, or say that a proof ends.
     (r"\\tag\*?\s*\{[^{} ]{0,8}\}|\\label\s*\{[^{}]*\}|\\(?:blacksquare|checkmark|qed|square)(?![a-zA-Z])", " "),
     (r"\{:\}|\\colon(?![a-zA-Z])", ":"),
     (r"\\(?:mathbf|mathds|Bbb|bf)\s*\{?\s*([RZNQC])(?![a-zA-Z])\s*\}?", r"\\mathbb{\1}"),
+    (r"\\(vec|mathrm|mathbf|mathit|mathsf)\s+(\w)(?!\w)", r"\\\1{\2}"),
     # A sum of unit vectors, as a tuple.
     (rf"^\s*(?:[^=]*=\s*)?((?:\s*[+-]?[^+\-=]*?{_UNIT_VECTOR})+)\s*$", _components),
     # The lines of a system of equations.
@@ -186,10 +151,16 @@ _SYMBOLS = _marked(
     (r"\{,\}", ","),
     (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
     (r"\\[dt]?binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
+    (r"\{\}_\s*\{?(\w+)\}?\s*C_\s*\{?(\w+)\}?|(?<![\w\\])(\w+)\s+choose\s+(\w+)", r"\\binom{\1\3}{\2\4}"),
     (r"\\log\s*_\s*(?:\{\s*e\s*\}|e)(?![a-zA-Z])", r"\\ln "),
     (r"\\%", "%"),
     (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
-    (r"\\pmod\s*(?:\{([^{}]*)\}|(\w))", r" (mod \1\2)"),
+    (r"(?<!\()(?:\\p?|(?<=\d)\s+)mod(?![a-zA-Z])\s*(?:\{([^{}]*)\}|(\w+))", r" (mod \1\2)"),
+    (r"(?<=[\dA-F])\s*\(?\s*(?:in\s+)?base[\s-]+(\w+)\s*\)?\s*$", r"_{\1}"),
+    (r"(?<=\d)\s*(?:\^\s*\{?\s*)?(st|nd|rd|th)(?![a-zA-Z])(?:\s*\})?", r"\1"),
+    (r"^\s*(?:minus|negative)\s+(?=\d)", "-"),
+    (r"^\s*([a-zA-Z])\s*:\s*([a-zA-Z])\s*\\mapsto(?![a-zA-Z])", r"\1(\2)="),
+    (r"\\(?:implies|(?:Long|long)?[Rr]ightarrow)(?![a-zA-Z])", r"\\to "),
     (
         r"\^\s*(?:\{\s*(?:\\(?:circ|degree)|o)\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z])",
         " degree ",
@@ -206,6 +177,7 @@ _SYMBOLS = _marked(
     (r"(?<=\\mathbb\{R\})\s*-\s*(?=\\\{)", r" \\setminus "),
     (r"all real(?: number)?s except\s+(?:for\s+)?(\S+)\s*$", r"\\mathbb{R} \\setminus \\{\1\\}"),
     (r"(?<![a-zA-Z])(?:the\s+)?square\s+root\s+of\s+(\d+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
+    (r"(?<![a-zA-Z])(?:the\s+)?cube\s+root\s+of\s+(\d+|[a-z](?![a-z]))", r"\\sqrt[3]{\1}"),
     # Between equations and bounds, these are words.
     (r"(?<=\d)\s*\\(?:lor|vee)(?=\s*\\?[a-zA-Z\d])", " or "),
     (r"(?<=\d)\s*(?:\\(?:land|wedge)|\\&)(?=\s*-?[a-zA-Z\d])", " and "),
@@ -220,7 +192,7 @@ _SYMBOLS = _marked(
     (rf"(?<![\\a-zA-Z])({_GREEK})(?![a-zA-Z])", r"\\\1 "),
     (r"(?<![\\a-zA-Z])sqrt", r"\\sqrt"),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\[\w+\])?\s*(\w)", r"\\sqrt\1{\2}"),
     *_FRACTIONS,
     # Braces around digits part nothing: 20{}22 is 2022.
     (r"^\{(\d+)\}(?=[\d{])", r"\1"),
@@ -288,7 +260,7 @@ def canonical(text: str) -> str:
     while re.fullmatch(r"\{[^{}]*\}", text):
         text = text[1:-1].strip()
     text = re.sub(r"\s+", " ", join_digits(text)).strip()
-    return f"{ordinal[1]}th" if (ordinal := _ORDINAL.fullmatch(text)) else text
+    return f"{text[:-2]}th" if _ORDINAL.fullmatch(text) else text
 
 
 def _rewritten(text: str, rows: Sequence[tuple[re.Pattern[str], Replacement, bool]]) -> str:

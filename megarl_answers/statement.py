@@ -8,7 +8,7 @@ from megarl_answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, at_end, follow
 from megarl_answers.numbers import join_digits
 from megarl_answers.numerals import spelled_number
 from megarl_answers.units import unit_of
-from megarl_answers.words import DENYING, counted_unit
+from megarl_answers.words import CHANGED, DENYING, counted_unit
 
 _FRACTION = r"\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+(?![\d/])"
 _LAST_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")
@@ -17,7 +17,7 @@ _SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s
 # Before or after a number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½, 42nd.
 _PART_OF_NUMBER = re.compile(
     r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+,]|\\[a-z]+\b)?\s*$|\d:$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
-    r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<>≤≥⩽⩾≦≧]\s*$"
+    r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<≤≥⩽⩾≦≧]\s*$|(?<!=)>\s*$"
     r"|[\^_]\s*\{\s*$|\\(?!text|math|bold|boxed|fbox|frame|sim|approx|equiv|\w*[Rr]ightarrow|implies|to\b|l?eq?\b|geq?\b)[a-zA-Z]+\s*(?:\[[^\]]*\])?\{[^{}]*$|[a-zA-Z]\(\s*$|\|-?$",
     re.IGNORECASE,
 )
@@ -134,7 +134,7 @@ _ANNOUNCED = re.compile(
     re.IGNORECASE,
 )
 _HEAD = re.compile(
-    r"(?:(?:[A-Za-z][a-z']+|I|(?<=of )[a-zA-Z]+|[a-zA-Z](?=\s+(?:is|are|equals|has)\b))[,:]?\s+)*"
+    r"(?:(?:[A-Za-z][a-z']+|[IaA]|(?<=of )[a-zA-Z]+|[a-zA-Z](?=\s+(?:is|are|equals|has)\b))[,:]?\s+)*"
     r"[A-Za-z][a-z']+[,:]?\s+"
     r"(?=[-+$€£\d\\\[{]|\((?=[-\d\\]|\w\s*[,)])|[a-zA-Z](?![a-zA-Z]))"
 )
@@ -144,8 +144,15 @@ _ANNOUNCING_WORDS = (
     "exactly precisely"
 )
 _ANNOUNCING = frozenset(_ANNOUNCING_WORDS.split())
+# An amount, not the argument of a sum.
+_AMOUNT_OF = re.compile(r"\ba\s+(?:[a-z]+\s+)+of\s*$|\btotal\s+of\s*$|(?<!\bof)\s+$", re.IGNORECASE)
+_ONLY = re.compile(r"^(?:only|just|exactly)\s+(?!.*\s(?:and|or)\s)|,?\s+only$", re.IGNORECASE)
+# A remark without numbers but those of steps, after an answer.
+_REMARK = re.compile(
+    r"(?<=[\d}])\s*[(\[]((?:[^\W\d_]{2,}[\s,.'-]*|(?:step|eq|line|part|case)\w*\.?\s*\(?\d+\)?)+)[)\]]$"
+)
 _STATES = frozenset(["is", "are", "was", "were"])
-_ARROW = re.compile(r"^(?:.*[=<>].*)?\\(?:Long)?(?:[Rr]ightarrow|implies|therefore)(?![a-zA-Z])\s*(?=\S)")
+_ARROW = re.compile(r"^(?:.*[=<>].*)?\\(?:to|therefore)(?![a-zA-Z])\s*(?=\S)")
 _ABOUT = re.compile(r"^\\approx\s*(?=-?\d*\.\d)")
 _AND_PART = re.compile(r"(-?\d+) and ([a-z].*)")
 # A letter that stands for any integer.
@@ -171,6 +178,9 @@ def plain_answer(text: str) -> str:
         text = _FOR_INTEGERS.sub(_for_integers, _ARROW.sub("", _ABOUT.sub("", text)))
     if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", text):
         return text
+    text = _ONLY.sub("", text)
+    if (remark := _REMARK.search(text)) and not {*re.findall("[a-z']+", remark[1].casefold())} & CHANGED:
+        text = text[: remark.start()]
     if match := _ANNOUNCED.match(text):
         text = text[match.end() :].lstrip()
     if (head := _HEAD.match(text)) and _announces(head[0], text[head.end() :]):
@@ -178,6 +188,8 @@ def plain_answer(text: str) -> str:
     if (whole := _AND_PART.match(text)) and (part := spelled_number(whole[2])) and part[0].startswith("\\frac"):
         return join_digits(f"{whole[1]} {part[0]}{part[1]}")
     number = spelled_number(text)
+    if number and number[0].startswith("\\frac"):
+        number = number[0], re.sub(r"^\s+an?(?=\s)", "", number[1])
     return (_without_words("".join(number)) if number else None) or _without_words(text) or text
 
 
@@ -188,7 +200,7 @@ def _for_integers(words: re.Match[str]) -> str:
 def _announces(head: str, rest: str) -> bool:
     words = re.findall("[a-z']+", head.casefold())
     announcing = {*words} & _ANNOUNCING and len(words) > len(_STATES & {*words})
-    if not (announcing or head.rstrip().endswith(":")) or DENYING - {"both"} & {*words}:
+    if not ((announcing and _AMOUNT_OF.search(head)) or head.rstrip().endswith(":")) or DENYING - {"both"} & {*words}:
         return False
     is_rounded = "." in rest or "/" in rest or "frac" in rest
     return not changes_before(head, is_rounded=is_rounded, labels=rest[0].isdigit())

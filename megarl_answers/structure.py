@@ -16,7 +16,7 @@ _RAY = re.compile(r"([(\[])(.*),(.*)([)\]])")
 _ONE_SIDED = re.compile(rf"({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _ONE_SIDED_BACK = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})")
 _TWO_SIDED = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})\s*{_RELATION}\s*([^<>=]+)")
-_MEMBER = re.compile(rf"({_NAME})\s*\\in(?![a-zA-Z])\s*(.+)")
+_MEMBER = re.compile(rf"({_NAME}|\({_NAME}(?:\s*,\s*{_NAME})+\))\s*\\in(?![a-zA-Z])\s*(.+)")
 _SET_BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*(?:\\mathbb\s*\{{?\s*R\s*\}}?|R))?\s*[|:]\s*(.+?)\s*\\\}}")
 _LETTER = r"[^\W\d_]"
 # A single letter is a variable, not a word for "and" or "or", unless it stands between numbers.

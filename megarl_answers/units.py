@@ -56,44 +56,18 @@ _COUNTED_WORDS = (
     "bus train boat house room table chair shirt boy girl student teacher friend worker player member team "
     "game point goal vote way unit piece item number integer solution root term digit triangle square circle "
     "side edge face vertex line segment angle step pound ounce gallon quart pint yard acre month decade hertz "
-    "newton joule watt volt ampere ohm mole kelvin radian rad parsec"
+    "newton joule watt volt ampere ohm mole kelvin radian parsec"
+)
+_IRREGULAR = (
+    "people-person person-person children-child child-child men-man man-man women-woman woman-woman geese-goose "
+    "mice-mouse sheep-sheep lb-pound lbs-pound oz-ounce candies-candy vertices-vertex yd-yard rad-radian rads-radian"
 )
 _COUNTED: Mapping[str, str] = {
     plural: word for word in _COUNTED_WORDS.split() for plural in (word, f"{word}s", f"{word}es")
-} | {
-    "people": "person",
-    "person": "person",
-    "children": "child",
-    "child": "child",
-    "men": "man",
-    "man": "man",
-    "women": "woman",
-    "woman": "woman",
-    "geese": "goose",
-    "mice": "mouse",
-    "sheep": "sheep",
-    "lb": "pound",
-    "lbs": "pound",
-    "oz": "ounce",
-    "candies": "candy",
-    "vertices": "vertex",
-    "yd": "yard",
-}
+} | dict(re.findall(r"(\w+)-(\w+)", _IRREGULAR))
 # Units of one letter, which are variables unless they stand upright, or after a space and a number.
-UNIT_OF_LETTER: Mapping[str, str] = {
-    "m": "meter",
-    "s": "second",
-    "g": "gram",
-    "h": "hour",
-    "l": "liter",
-    "L": "liter",
-    "N": "newton",
-    "J": "joule",
-    "W": "watt",
-    "V": "volt",
-    "A": "ampere",
-    "K": "kelvin",
-}
+_OF_LETTERS = "m meter s second g gram h hour l liter L liter N newton J joule W watt V volt A ampere K kelvin"
+UNIT_OF_LETTER: Mapping[str, str] = dict(re.findall(r"(\w) (\w+)", _OF_LETTERS))
 _PHYSICAL = re.compile("[numkMGT]?(?:m|g|s|eV|Hz|N|J|W|V|A|K|Pa|mol|pc|L|erg|dyn|cm|mm|km|min|h|hr|ohm|rad|Wh|Ah|Nm)")
 # One factor of a compound unit: square feet, ft^2, m2, s^{-1}, / hour, per second squared.
 _FACTOR = re.compile(
@@ -103,13 +77,8 @@ _FACTOR = re.compile(
 )
 _POWER_WORDS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 MAX_FACTORS = 6
-SCALES: Mapping[str, int] = {
-    "dozen": 12,
-    "hundred": 100,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
+SCALES: Mapping[str, int] = {"dozen": 12, "hundred": 100} | {
+    word: 10**power for word, power in (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
 }
 MEASURES = frozenset(_SPELLINGS.values())
 _STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})

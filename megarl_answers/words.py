@@ -23,7 +23,7 @@ _MEANINGS: Mapping[str, str] = {
     "tenth tenths hundredth hundredths thousandth thousandths ones twos threes fours fives tens twice thrice double "
     "doubled doubles triple tripled squared cubed pair pairs less negative multiplied divided added subtracted "
     "increased decreased approximately about around almost nearly roughly so something pi yes always sometimes "
-    "too most least maximum minimum up under short enough only",
+    "too most least maximum minimum up under short enough only past before after",
     # After a noun these say nothing new: 18 dollars each, 18 years old, 18 miles per hour, 18 apples in total.
     "go on": "per a an each every of in the all her his their total altogether overall old left away ago long tall "
     "high wide deep remaining apart together more remain remains",
@@ -32,11 +32,13 @@ _MEANINGS: Mapping[str, str] = {
 }
 _WORDS = {meaning: frozenset(words.split()) for meaning, words in _MEANINGS.items()}
 DENYING = _WORDS["deny"]
+# These change an answer wherever they stand, also in a remark about it.
+CHANGED = DENYING | _WORDS["change"] | {"or", "but", "if", "plus", "minus", "times", "mod", "modulo", "base"}
 CHANGING = DENYING | _WORDS["join"] | _WORDS["link"] | _WORDS["state"] | _WORDS["change"]
 _STATES = frozenset({"is", "are", "was", "were", "can", "will", "could"})
 _PLURAL = re.compile(r"[a-z]{2,}(?<![sui])s")
 _COMPARISON = re.compile(r"[a-z]{2,}er")
-_MORE = re.compile(r"(.*?)\s+and\s+\d+\s+([a-z]+)")
+_MORE = re.compile(r"(.*?)\s+and\s+(?:\d+\s+)?([a-z]+)")
 # Words that need no noun: `12 more than Bob`, `12 times as many`, `12 of them`, `12 is the answer`.
 _NO_NOUN = re.compile(
     r"(?:more|fewer|less|[a-z]{2,}er)(?:\s+than(?P<other>(?:\s+[a-z']+)+))?|times(?:\s+as\s+[a-z]+)?"
@@ -63,6 +65,9 @@ def counted_unit(words: str) -> str | None:
         others = set(((match["other"] or "") + (match["rest"] or "")).split())
         return None if others & CHANGING else ""
     found = text.split()
+    # A share of a variable.
+    if "of" in found[:-1] and len(found[-1]) == 1:
+        return None
     if not found or not all(re.fullmatch("[a-z]+(?:'s)?", word) for word in found):
         return None
     # `in total` counts no inches.
@@ -87,13 +92,17 @@ def is_noun(word: str) -> bool:
     return word not in CHANGING and (_PLURAL.fullmatch(word) is not None or unit_of(word) != "")
 
 
-_ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[a-z]{3})")
+_ARTICLE = re.compile(
+    r"^(?:(?:the|this|it)\s+(?:[a-z]+\s+){0,2}(?:is|are|was)\s+)?(?:(?:on|in|at)\s+(?=[a-z]+$))?(?:(?:an?|the)\s+)?(?=[a-z]{3})"
+)
+# After a verdict, the reason.
+_REASON = re.compile(r"^(yes|no),\s(?!.*\b(?:not?|but|if|or|never)\b).*$")
 _ONLY_WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 # Words whose case does not matter, unlike that of commands, products of two variables, and units such as mHz.
 _CASELESS = re.compile(
     r"(?<![\\a-zA-Z])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|YES|DNE|[nN][oO]|[aApP][mM])(?![a-zA-Z])|[^\W\d_a-zA-Z]{2,}"
 )
-_CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
+_CHOICE = re.compile(r"(?:(?i:option|choice|statement)\s+)?\(?([A-Z])\)?[.:)]?")
 # As algebra reads it, `1 B` is B.
 _NUMBER_AND_LETTER = re.compile(r"[\d.]+\s*[A-Z]|[A-Z]\s*[\d.]+")
 # Words that are not taken for products of their letters, as are others of up to three.
@@ -102,7 +111,7 @@ _SAME_WORDS = {
     re.compile(words): same
     for words, same in (
         (
-            r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)(?: exists?)?|(?:the )?empty set|无解",
+            r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)(?: exists?)?|(?:the )?empty set|none|无解",
             r"\emptyset",
         ),
         (r"(?:the set of )?(?:all|any|every) (?:the )?reals?(?: numbers?)?(?: x)?", r"\mathbb{R}"),
@@ -121,7 +130,7 @@ def same_words(answer: str, gold: str, _compare: object, _options: object) -> Eq
         return Equality.DIFFERENT
     a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
     a, g = (next((same for words, same in _SAME_WORDS.items() if words.fullmatch(text)), text) for text in (a, g))
-    a, g = (_ARTICLE.sub("", text) for text in (a, g))
+    a, g = (_REASON.sub(r"\1", _ARTICLE.sub("", text)) for text in (a, g))
     is_text = [
         text in _SHORT_WORDS or (_ONLY_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()))
         for text in (a, g)
