@@ -9,7 +9,6 @@ import gc
 import os
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -181,11 +180,19 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, overrides)
     if arguments.dry_run:
         check_plan(config, "train", arguments.device_gib)
-        from megarl.forecast.calibrate import planned_seconds
-        from megarl.plan.render import print_plan
+        from megarl.forecast.calibrate import calibrate
+        from megarl.forecast.step import planned_step
+        from megarl.plan.build import print_plan
 
-        forecast = partial(planned_seconds, calibration=arguments.calibration)
-        print_plan(config, device_gib=arguments.device_gib, as_json=arguments.json, forecast=forecast)
+        own = arguments.calibration
+        print_plan(
+            config,
+            device_gib=arguments.device_gib,
+            as_json=arguments.json,
+            forecast=lambda config, size: (
+                planned_step(config, device_bytes=size, constants=own and calibrate(own)).seconds
+            ),
+        )
         return
     if arguments.json or arguments.device_gib is not None or arguments.calibration is not None:
         raise ConfigError("--json, --device-gib and --calibration: go with --dry-run; add it, or remove them")

@@ -16,15 +16,14 @@ from typing import Any
 
 import yaml
 
-from megarl.algos.build import algorithm_of
-from megarl.cluster.roles import by_layout, roles_of
+from megarl.cluster.roles import by_layout
 from megarl.config.load import PACKAGED
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.forecast.costs import Constants, Hardware, step_cost, sync_seconds, train_parts
 from megarl.plan.devices import plan_devices
 from megarl.plan.run_plan import ShardPlan
-from megarl.plan.sizes import engine_bytes, plan_engine, plan_shards
+from megarl.plan.sizes import engine_bytes, needs_of, plan_engine, plan_shards
 from megarl.types.messages import RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 
@@ -120,9 +119,8 @@ def _parsed(model: str, settings: Mapping[str, Any]) -> tuple[Config, ModelSpec,
     own = {"model": {"path": model, "config_path": str(directory), "dtype": "bfloat16"}}
     config = from_dict(Config, {**own, **settings})
     spec = read_model_spec(directory, model, quantized=("mxfp4", "fp8"))
-    algorithm = algorithm_of(config)
-    roles = roles_of(config, algorithm)
-    return config, spec, roles, plan_shards(config, roles, {role.role: spec for role in roles}, algorithm.requires())
+    needed, roles = needs_of(config)
+    return config, spec, roles, plan_shards(config, roles, {role.role: spec for role in roles}, needed)
 
 
 def _step(source: str, row: Row) -> Case:
@@ -153,7 +151,7 @@ def _step(source: str, row: Row) -> Case:
         },
     )
     planned = plan_engine(config, spec.dims, engine_bytes(config, spec, pp), DEVICE_BYTES)
-    devices = plan_devices(config, by_layout(roles), shards, planned)
+    devices = plan_devices(by_layout(roles), shards, planned, offload=config.placement.offload)
 
     def predict(constants: Constants) -> float:
         own = replace(constants, mean_share=(mean - PROMPT) / (most - PROMPT))

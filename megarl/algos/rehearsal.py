@@ -23,7 +23,8 @@ from megarl.algos.masked import require_per_token
 from megarl.algos.policy_losses import FURTHER_INPUTS, POLICY_LOSSES, PolicyLoss, PolicyLossInputs, PolicyLossTerms
 from megarl.algos.preference import PREFERENCE_LOSSES, PairLogprobs, PairLosses, PreferenceLoss
 from megarl.algos.shaping import ADVANTAGE_SHAPERS, AdvantageShaper, ShapingInputs
-from megarl.config.schema import Config
+from megarl.config.algo import AlgoConfig
+from megarl.config.supervised import TrainPreferenceConfig
 from megarl.errors import RehearsalError
 from megarl.registry import F, FunctionRegistry, T
 from megarl.types import Advantages, ScoredBatch, TokenQuantity
@@ -35,9 +36,10 @@ _DISTANCES = (0.0, 0.05)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """The inputs of rehearsals: the run's configuration, and a scored batch with every quantity of tokens."""
+    """The inputs of rehearsals: the run's settings, and a scored batch with every quantity of tokens."""
 
-    config: Config
+    algo: AlgoConfig
+    preference: TrainPreferenceConfig
     batch: ScoredBatch
 
 
@@ -46,10 +48,10 @@ Rehearsal: TypeAlias = Callable[[T, Material], None]
 REHEARSALS: dict[FunctionRegistry[Any, Any], Rehearsal[Any]] = {}
 
 
-def made_up(config: Config) -> Material:
+def made_up(algo: AlgoConfig, preference: TrainPreferenceConfig, *, num_samples: int) -> Material:
     """Make up the batch of a step with groups as large as the run's, but at least as large as the estimators want."""
-    chosen = config.algo.advantage
-    size = max(config.rollout.num_samples, ADVANTAGE_ESTIMATORS.get(chosen.estimator).min_group)
+    chosen = algo.advantage
+    size = max(num_samples, ADVANTAGE_ESTIMATORS.get(chosen.estimator).min_group)
     rewards = torch.tensor([*(float(i % 2 == 0) for i in range(size)), *[0.0] * size])
     mask = torch.zeros(2 * size, _NUM_TOKENS, dtype=torch.bool)
     for i in range(2 * size):
@@ -59,7 +61,8 @@ def made_up(config: Config) -> Material:
     names = [*TokenQuantity, "rollout_logprobs"]
     details = dict.fromkeys((GREEDY_SCORE, *chosen.components), rewards)
     return Material(
-        config=config,
+        algo=algo,
+        preference=preference,
         batch=ScoredBatch(
             uids=("made-up a",) * size + ("made-up b",) * size,
             rewards=rewards,
@@ -139,7 +142,7 @@ def _policy_loss(entry: PolicyLoss, material: Material) -> None:
             logprobs=logprobs, old_logprobs=old, advantages=advantages, loss_mask=mask, chosen=chosen, **further
         )
         with _unchanged(x):
-            terms = entry.compute(x, material.config.algo.policy_loss)
+            terms = entry.compute(x, material.algo.policy_loss)
         _require_type(terms, PolicyLossTerms, "the result")
         require_per_token(terms.loss, mask, what)
         _require_finite(terms.loss, mask, what)
@@ -150,7 +153,7 @@ def _policy_loss(entry: PolicyLoss, material: Material) -> None:
 
 @_rehearses(ADVANTAGE_ESTIMATORS)
 def _estimator(entry: Estimator, material: Material) -> None:
-    batch, cfg = material.batch, material.config.algo.advantage
+    batch, cfg = material.batch, material.algo.advantage
     with _unchanged(batch):
         raw = entry.raw(batch, cfg)
     why = ", also where all rewards of a group are equal"
@@ -173,7 +176,7 @@ def _estimator(entry: Estimator, material: Material) -> None:
 
 @_rehearses(CORRECTIONS)
 def _correction(entry: CorrectionRule, material: Material) -> None:
-    batch, cfg = material.batch, material.config.algo.correction
+    batch, cfg = material.batch, material.algo.correction
     sampled = batch.loss_mask
     difference = batch.quantity(TokenQuantity.OLD_LOGPROBS) - batch.quantity("rollout_logprobs")
     ratios = LogRatios(token=torch.where(sampled, difference.double(), 0.0), sampled=sampled)
@@ -192,7 +195,7 @@ def _filter(entry: GroupFilter, material: Material) -> None:
     for uid in dict.fromkeys(batch.uids):
         scores = [float(r) for r, own in zip(batch.rewards, batch.uids, strict=True) if own == uid]
         given = list(scores)
-        keeps = entry.keeps(ScoredGroup(uid=uid, scores=given, num_rows=len(given)), material.config.algo.filter)
+        keeps = entry.keeps(ScoredGroup(uid=uid, scores=given, num_rows=len(given)), material.algo.filter)
         if not isinstance(keeps, bool | np.bool_):
             raise RehearsalError(f"it returned {keeps!r:.80}, expected True to keep a group, or False; return one")
         if given != scores:
@@ -203,7 +206,7 @@ def _filter(entry: GroupFilter, material: Material) -> None:
 def _shaper(entry: AdvantageShaper, material: Material) -> None:
     batch = material.batch
     advantages = torch.where(batch.loss_mask, 0.5 - batch.rewards[:, None], 0.0)
-    x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=material.config.algo, vocab_size=1000)
+    x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=material.algo, vocab_size=1000)
     with _unchanged(batch, {"advantages": advantages}):
         shaped = entry.shape(advantages, x)
     _require_type(shaped, Advantages, "the result")
@@ -248,7 +251,7 @@ def _preference(entry: PreferenceLoss, material: Material) -> None:
             kl=torch.zeros_like(ratios),
         )
         with _unchanged(pairs):
-            found = entry.of_pairs(pairs, material.config.train_preference)
+            found = entry.of_pairs(pairs, material.preference)
         _require_type(found, PairLosses, "the result")
         every = torch.ones_like(ratios[0], dtype=torch.bool)
         require_per_token(found.losses, every, "the losses of pairs")

@@ -18,6 +18,7 @@ from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry, require_known
 from megarl.types import Advantages, ScoredBatch, TokenQuantity
+from megarl.types.rows import BASE_ADVANTAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
     metrics |= cpo.cpo_metrics(advantages, shaped, inputs, x.cfg.cpo)
     return Advantages(
         values=without_truncated(shaped, batch, x.cfg.off_policy),
-        quantities={cpo.BASE_ADVANTAGES: advantages},
+        quantities={BASE_ADVANTAGES: advantages},
         metrics=metrics,
     )
 

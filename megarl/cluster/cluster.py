@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, cast
 
@@ -17,6 +17,7 @@ from megarl.cluster.engine_slots import EngineSlots, create_process, wait_starte
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.episodes import EnvironmentWorkers
 from megarl.cluster.judge_servers import JudgeServerActor
+from megarl.cluster.offloading import MemoryLedger
 from megarl.cluster.placement import PlacementPlan, ProcessSlot, plan_placement, with_judge_servers
 from megarl.cluster.prelude import Prelude
 from megarl.cluster.processes import living_results, locate, wait_all
@@ -24,6 +25,7 @@ from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.reservation import Reservation
 from megarl.cluster.roles import actor_role, by_layout, check_serves
+from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.cluster.sync_plan import engine_ranks, plan_input_of, sent_spec
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.derived import Derived, filled
@@ -36,6 +38,7 @@ from megarl.host.ray_environment import keep_worker_logs
 from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
 from megarl.record.recorder import resident_memory
+from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.routing import router_of
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.transport.casts import sent_specs
@@ -75,7 +78,9 @@ class Cluster:
         self._asked, self._log_dir, self._closed = config, log_dir, False
         self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
-        self._prelude = prelude or Prelude(config, with_trainer=with_trainer, with_engine=with_engine)
+        self._prelude = prelude or Prelude(
+            config.cluster, config.run, with_trainer=with_trainer, with_engine=with_engine
+        )
         self.scope = self._prelude.janitor.scope
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = RoleWorkers([], timeout_s=0)
@@ -97,7 +102,9 @@ class Cluster:
             # Engines share the devices of the ranks that make the transfer smallest.
             shared = engine_ranks(self._config, plan_input_of(self._config, read_model_spec(self._config.model.path)))
         plan = plan_placement(
-            self._config,
+            self._config.placement,
+            self._config.rollout.engine,
+            self._config.actor.layout.world_size,
             device,
             with_engines=with_engine,
             with_trainer=bool(self._roles),
@@ -105,7 +112,7 @@ class Cluster:
             engine_ranks=shared,
         )
         if self._with_judges:
-            plan = with_judge_servers(plan, self._config, device)
+            plan = with_judge_servers(plan, self._config.rewards.judge_servers, device)
         with doing("starting Ray"):
             temp_dir, environment = self._prelude.janitor.temp_dir, self._prelude.environment
             open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=temp_dir, environment=environment)
@@ -136,7 +143,8 @@ class Cluster:
         hosts, start_timeout_s = self._config.cluster.hosts, self._config.cluster.start_timeout_s
         environments = self._prelude.runtime_envs()
         reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s, environments=environments)
-        self._slots = EngineSlots(self._config, plan.engines, reservation, self._shared_devices)
+        spec = engine_spec(self._config)
+        self._slots = EngineSlots(spec, self._config.cluster, plan.engines, reservation, self._shared_devices)
         slots = [plan.ranks, *plan.other_ranks]
         names = ["trainer", *("+".join(role.role for role in roles) for roles in list(self._roles.values())[1:])]
         ranks = [
@@ -157,17 +165,17 @@ class Cluster:
             # They are those that the roster knows, in the order in which they were begun.
             return cast("list[Process[A_co]]", list(itertools.islice(found, len(begun))))
 
-        timeout_s, its_ranks, its_judges = self._config.rollout.timeout_s, iter(located(ranks)), iter(located(judges))
+        rollout, its_ranks, its_judges = self._config.rollout, iter(located(ranks)), iter(located(judges))
         groups = [
             RankGroup(layout=layout, processes=list(itertools.islice(its_ranks, layout.world_size)))
             for layout in self._roles
         ]
-        self.workers = RoleWorkers(groups, timeout_s=timeout_s)
+        self.workers = RoleWorkers(groups, timeout_s=rollout.timeout_s)
         self._judge_servers = {
             name: list(itertools.islice(its_judges, len(slots))) for name, slots in plan.judges.items()
         }
-        router = router_of(self._config.rollout, deterministic=self._config.run.deterministic)
-        self.engines = EngineGroup(located(engines), timeout_s=timeout_s, router=router)
+        router = router_of(rollout, deterministic=self._config.run.deterministic)
+        self.engines = EngineGroup(located(engines), timeout_s=rollout.timeout_s, router=router)
 
     def _shared_devices(self, slot: ProcessSlot) -> list[str]:
         ranks = self.workers.processes
@@ -256,6 +264,18 @@ class Cluster:
 
     def _processes(self) -> list[Process[RunActor]]:
         return [*self.workers.processes, *self.engines.processes, *itertools.chain(*self._judge_servers.values())]
+
+    def supervisor(self, config: Config, memory: MemoryLedger, open_sync: Callable[[], WeightSync]) -> EngineSupervisor:
+        """Return the supervisor of the engines of a run. open_sync: returns what brings them their weights."""
+        return EngineSupervisor(
+            self.engines,
+            self.restart_engine,
+            memory,
+            open_sync,
+            max_restarts=config.rollout.max_engine_restarts,
+            deterministic=config.run.deterministic,
+            verify=config.sync.verify,
+        )
 
     def __enter__(self) -> Self:
         return self

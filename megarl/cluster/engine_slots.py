@@ -15,12 +15,12 @@ from megarl.cluster.processes import wait_all
 from megarl.cluster.remotes import PendingCall, Process, R
 from megarl.cluster.reservation import Reservation
 from megarl.cluster.stacks import describe
-from megarl.config.schema import Config
+from megarl.config.schema import ClusterConfig
 from megarl.host import loop
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
 from megarl.rollout.engine import VllmEngine
-from megarl.rollout.engine_spec import engine_spec
+from megarl.rollout.engine_spec import EngineSpec
 
 # How often a wait for engines says what they do, and of how many.
 PROGRESS_S = 60.0
@@ -70,7 +70,8 @@ class EngineSlots:
 
     def __init__(
         self,
-        config: Config,
+        spec: EngineSpec,
+        cluster: ClusterConfig,
         slots: Sequence[ProcessSlot],
         reservation: Reservation,
         devices_of: Callable[[ProcessSlot], list[str]],
@@ -80,8 +81,8 @@ class EngineSlots:
         devices_of: returns ids of the devices that an engine shares with trainer ranks. It is called when the engine
             starts, by which time the ranks must have started.
         """
-        self._config, self._slots, self._reservation = config, list(slots), reservation
-        self._devices_of = devices_of
+        self._spec, self._cluster, self._devices_of = spec, cluster, devices_of
+        self._slots, self._reservation = list(slots), reservation
         # By engine: the processes on its further nodes, and the ids of all its processes by node.
         self._further: dict[int, list[Process[EngineNodeActor]]] = {}
         self._pids: dict[int, list[list[int]]] = {}
@@ -107,7 +108,7 @@ class EngineSlots:
         """Make an engine start after killing the processes of the one before it, and return the pending remote call."""
         slots = [self._slots[index], *self._slots[index].further]
         devices, predecessors = [self._devices_of(slot) for slot in slots], self._pids.get(index, [[]] * len(slots))
-        return process.ask(EngineActor.start_all, engine_spec(self._config), devices, predecessors)
+        return process.ask(EngineActor.start_all, self._spec, devices, predecessors)
 
     def started(self, index: int, process: Process[EngineActor], pids: list[list[int]]) -> dict[str, int]:
         """Note that an engine has started, with which processes on each node; return their ids by name:
@@ -115,7 +116,7 @@ class EngineSlots:
         """
         self._pids[index] = pids
         # From now on, it counts as hung whenever it is silent for this long.
-        process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
+        process.roster.expect_answers(process, within_s=self._cluster.heartbeat_timeout_s)
         pid, *workers = itertools.chain(*pids)
         return {process.name: pid} | {f"{process.name} worker {i}": worker for i, worker in enumerate(workers)}
 
@@ -132,13 +133,13 @@ class EngineSlots:
         process = replace(process, location=self._answer(process.ask(EngineActor.locate)))
         process.roster.enter(process)
         doing, starting = f"restarting {process.name}", self.begin(index, process)
-        (pids,) = wait_started([starting], timeout_s=self._config.cluster.engine_start_timeout_s, doing=doing)
+        (pids,) = wait_started([starting], timeout_s=self._cluster.engine_start_timeout_s, doing=doing)
         new_pids = self.started(index, process, pids)
-        if self._config.placement.offload:
+        if self._spec.can_sleep:
             self._answer(process.call(VllmEngine.sleep))
         return process, new_pids
 
     def _answer(self, call: PendingCall[R]) -> R:
-        timeout_s = self._config.cluster.start_timeout_s
+        timeout_s = self._cluster.start_timeout_s
         (answer,) = wait_all([call], timeout_s=timeout_s, doing=f"restarting {call.process.name}")
         return answer

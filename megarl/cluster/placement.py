@@ -10,7 +10,10 @@ engines.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megarl.config.schema import Config, EngineConfig, LayoutConfig, NodesConfig
+from megarl.config.engine import EngineConfig
+from megarl.config.generation import NodesConfig, PlacementConfig
+from megarl.config.judges import JudgeServerConfig
+from megarl.config.layout import LayoutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +81,10 @@ def ranks_in_order(engine: EngineConfig) -> list[tuple[int, ...]]:
     return [tuple(range(i * size, (i + 1) * size)) for i in range(engine.num_engines)]
 
 
-def workers_per_node(config: Config) -> int:
+def workers_per_node(placement: PlacementConfig, engine: EngineConfig, *, num_ranks: int) -> int:
     """Return how many workers of an engine lie on one node: all, or as many as a node has devices."""
-    engine, placement = config.rollout.engine, config.placement
     if placement.mode == "colocated":
-        per_node = devices_per_node(placement.trainer, config.actor.layout.world_size)
+        per_node = devices_per_node(placement.trainer, num_ranks)
     else:
         per_node = devices_per_node(placement.engines, engine.num_engines * engine.num_workers)
     return min(engine.num_workers, per_node)
@@ -94,7 +96,9 @@ def cpu_share(num_processes: int) -> float:
 
 
 def plan_placement(
-    config: Config,
+    placement: PlacementConfig,
+    engine: EngineConfig,
+    num_ranks: int,
     device: Mapping[str, float],
     *,
     with_engines: bool,
@@ -104,12 +108,12 @@ def plan_placement(
 ) -> PlacementPlan:
     """Plan the places of all ranks and engines.
 
-    device: Ray resources to reserve per device, such as {"CPU": 1, "GPU": 1}; the processes on the device share them.
-    engine_ranks: for each colocated engine, the trainer ranks whose devices its workers use; by default consecutive
-    ranks. Without a trainer, engines need nodes of their own (placement.mode=split).
+    num_ranks: of the actor. device: Ray resources to reserve per device, such as {"CPU": 1, "GPU": 1}; the processes on
+    the device share them. engine_ranks: for each colocated engine, the trainer ranks whose devices its workers use; by
+    default consecutive ranks. Without a trainer, engines need nodes of their own (placement.mode=split).
     """
-    nodes, world_size = config.placement.trainer, config.actor.layout.world_size
-    per_node = devices_per_node(nodes, world_size)
+    nodes = placement.trainer
+    per_node = devices_per_node(nodes, num_ranks)
     groups = {"trainer": NodeGroup(num_nodes=nodes.num_nodes, bundles_per_node=per_node, bundle=device)}
     # The processes of a bundle are a rank of each layout and, possibly, an engine.
     num_cpus = device["CPU"] * cpu_share(len(other_layouts) + 2)
@@ -117,7 +121,7 @@ def plan_placement(
     guest = replace(slot, num_gpus=0)
     plan = PlacementPlan(
         groups=groups,
-        ranks=tuple(replace(slot, bundle=rank) for rank in range(world_size)),
+        ranks=tuple(replace(slot, bundle=rank) for rank in range(num_ranks)),
         other_ranks=tuple(
             tuple(replace(guest, bundle=rank, shares=(rank,)) for rank in range(layout.world_size))
             for layout in other_layouts
@@ -128,16 +132,16 @@ def plan_placement(
         plan = PlacementPlan(groups=groups, ranks=())
     if not with_engines:
         return plan
-    engine, here = config.rollout.engine, workers_per_node(config)
+    here = workers_per_node(placement, engine, num_ranks=num_ranks)
     num_parts = engine.num_workers // here
-    if config.placement.mode == "colocated":
+    if placement.mode == "colocated":
         parts = [
             replace(guest, bundle=ranks[first], shares=tuple(ranks[first : first + here]))
             for ranks in engine_ranks or ranks_in_order(engine)
             for first in range(0, engine.num_workers, here)
         ]
     else:
-        nodes = config.placement.engines
+        nodes = placement.engines
         groups["engines"] = NodeGroup(
             num_nodes=nodes.num_nodes,
             bundles_per_node=devices_per_node(nodes, engine.num_engines * engine.num_workers) // here,
@@ -149,10 +153,12 @@ def plan_placement(
     return replace(plan, engines=tuple(replace(parts[i], further=tuple(parts[i + 1 : i + num_parts])) for i in firsts))
 
 
-def with_judge_servers(plan: PlacementPlan, config: Config, device: Mapping[str, float]) -> PlacementPlan:
+def with_judge_servers(
+    plan: PlacementPlan, servers: Mapping[str, JudgeServerConfig], device: Mapping[str, float]
+) -> PlacementPlan:
     """Add devices for the servers of `rewards.judge_servers` to a plan."""
     groups, judges = dict(plan.groups), dict[str, tuple[ProcessSlot, ...]]()
-    for name, server in config.rewards.judge_servers.items():
+    for name, server in servers.items():
         group = f"judge server {name}"
         bundle = {resource: amount * server.tp for resource, amount in device.items()}
         per_node = server.replicas // server.num_nodes

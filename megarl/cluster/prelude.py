@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Self
 
-from megarl.config.schema import Config
+from megarl.config.schema import ClusterConfig, RunConfig
 from megarl.errors import ConfigError
 from megarl.host.child_environment import SAFE_PATH, without_proxy_here
 from megarl.host.device.platform import apply_environment, platform
@@ -23,7 +23,9 @@ class Prelude:
     they are imported there.
     """
 
-    def __init__(self, config: Config, *, with_trainer: bool = True, with_engine: bool = True) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, run: RunConfig, *, with_trainer: bool = True, with_engine: bool = True
+    ) -> None:
         if sys.flags.optimize:
             raise ConfigError(
                 f"PYTHONOPTIMIZE: got {sys.flags.optimize} (or python -O), which takes assertions and docstrings from "
@@ -31,23 +33,23 @@ class Prelude:
             )
         os.environ.update(here := without_proxy_here())
         # On several hosts, every one has its own environment, set where Ray was started.
-        own = apply_environment() if config.cluster.address is None else {}
+        own = apply_environment() if cluster.address is None else {}
         self.environment = {
             **own,
             "PYTHONWARNINGS": "ignore",
             **SAFE_PATH,
             **here,
-            **umask_variable(config.run.share),
+            **umask_variable(run.share),
             **fresh_secret(),
         }
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self.janitor = open_janitor()
-        if config.cluster.address is None:
+        if cluster.address is None:
             # Libraries leave files in the temporary directory; the run's own is removed as a whole.
             self.environment["TMPDIR"] = str(self.janitor.temp_dir)
         kinds = [kind for kind, wanted in {"rank": with_trainer, "engine": with_engine}.items() if wanted]
         self._servers: ForkServers | None = None
-        if config.cluster.address is None and self.janitor.temp_dir is not None and platform().name == "cpu":
+        if cluster.address is None and self.janitor.temp_dir is not None and platform().name == "cpu":
             self._servers = ForkServers(self.janitor.temp_dir, "megarl.cluster.preload", kinds, self.environment)
         self._is_closed = False
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megarl.config.check_distill import teachers_of
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
@@ -12,20 +11,17 @@ from megarl.rollout.engine_spec import engine_spec
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 
-if TYPE_CHECKING:
-    from megarl.types import Algorithm
-
 
 def actor_role(config: Config) -> RoleSpec:
     """Return the specification of the actor: the policy, which every run trains."""
     return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
 
 
-def roles_of(config: Config, algorithm: "Algorithm") -> tuple[RoleSpec, ...]:
-    """List a run's models: the actor, a reference and a critic if the algorithm needs them, teachers, and any reward
-    model.
+def roles_of(config: Config, required: Collection[TokenQuantity]) -> tuple[RoleSpec, ...]:
+    """List a run's models: the actor, a reference and a critic if quantities of them are required, teachers, and any
+    reward model.
     """
-    required, roles = algorithm.requires(), [actor_role(config)]
+    roles = [actor_role(config)]
     if TokenQuantity.REF_LOGPROBS in required:
         roles.append(reference_role(config))
     roles += teacher_roles(config)

@@ -64,11 +64,6 @@ def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
     return min(room // (2 if paired else 1), max_positions)
 
 
-def max_hinted_prompt_tokens(config: Config, max_positions: int) -> int:
-    """Return the most tokens of a prompt with its hint: the longest response fits a micro-batch and the context."""
-    return max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
-
-
 def max_path_terms(config: Config) -> str:
     """Return the settings whose sum is the length of the longest sequence, as text for messages."""
     return (

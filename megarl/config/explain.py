@@ -2,13 +2,14 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 
 from megarl.config.document import Entry, entries
 from megarl.config.load import PACKAGED, masked_config, read_yaml
 from megarl.config.parse import Tree, from_dict
+from megarl.config.part_settings import value_of
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.unicode import visible
@@ -27,7 +28,9 @@ def explain(key: str, config: Config | None = None) -> str:
         if _pattern(entry.key).fullmatch(key):
             if config is None:
                 return _describe(entry)
-            return f"{_describe(entry)}\n  here     {visible(str(_value(masked_config(config), key)))}"
+            return (
+                f"{_describe(entry)}\n  here     {visible(str(value_of(masked_config(config), key, unset='not set')))}"
+            )
     within = [entry for entry in known if _pattern(entry.key.rpartition(".")[0]).fullmatch(key)]
     depth = key.count(".") + 1
     deeper = sorted({".".join(e.key.split(".")[: depth + 1]) for e in known if e.key.startswith(f"{key}.")})
@@ -103,17 +106,3 @@ def _describe(entry: Entry) -> str:
 def _pattern(key: str) -> re.Pattern[str]:
     """Return an expression for a documented key, in which NAME stands for any name and [i] for any place of a list."""
     return re.compile(re.escape(key).replace("NAME", r"[^.]+").replace(r"\[i\]", r"\[(?:i|\d+)\]"))
-
-
-def _value(config: Config, key: str) -> object:
-    """Return the value of a key, or `not set` below a section, name or place that the configuration does not have."""
-    value: object = config
-    for name in key.replace("[", ".").replace("]", "").split("."):
-        try:
-            if isinstance(value, Mapping):
-                value = value[name]
-            else:
-                value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)
-        except (KeyError, IndexError, ValueError, AttributeError):
-            return "not set"
-    return value

@@ -32,11 +32,18 @@ class _NoSettings:
     """Stands for the settings of a part that declares none."""
 
 
-def value_of(config: object, key: str) -> Any:
-    """Return the value of a setting, or of a tree of mappings, by its dotted key; None if there is none."""
-    name, _, inner = key.partition(".")
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return value_of(value, inner) if inner else value
+def value_of(config: object, key: str, *, unset: object = None) -> Any:
+    """Return the value of a setting, or of a tree, by its dotted key, as `a.b[0]`; `unset` if there is none."""
+    value: Any = config
+    for name in key.replace("[", ".").replace("]", "").split("."):
+        try:
+            if isinstance(value, Mapping):
+                value = value[name]
+            else:
+                value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)
+        except (KeyError, IndexError, ValueError, AttributeError):
+            return unset
+    return value
 
 
 def chosen_by(config: object, key: str) -> tuple[Any, ...]:

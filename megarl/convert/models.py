@@ -11,7 +11,6 @@ from megarl.convert.mapping import model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import STATE_FILE, read_checkpoint
-from megarl.types.messages import Role
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_headers import (
@@ -59,12 +58,12 @@ def open_model(path: Path, model: Path | None = None) -> OpenModel:
         if not (path.parent / STATE_FILE).is_file():
             raise ConfigError(f"{path}: has no config.json; name the directory of the model with --model")
         config = read_checkpoint(path.parent).state.config
-        by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path, Role.REWARD: None}
+        by_role = {"actor": None, "critic": config.critic.model_path, "reward_model": None}
         if path.name not in by_role:
             raise ConfigError(
                 f"{path}: expected the directory of a role, one of {list(by_role)}; or name it with --model"
             )
-        return _open_dist(path, Path(by_role[Role(path.name)] or config.model.path))
+        return _open_dist(path, Path(by_role[path.name] or config.model.path))
     if has_config:
         if model is not None:
             raise ConfigError(f"--model: {path} has a config.json of its own; leave --model out")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from megarl.config.schema import Config
+from megarl.config.generation import RolloutConfig
+from megarl.config.models import ModelConfig
 from megarl.data.chat import render_chats
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form, declared_stop_tokens, stop_tokens_in, stop_tokens_of
@@ -48,13 +49,13 @@ class Answers:
         self._named = {tokenizer.eos_token_id, *declared}
 
     @classmethod
-    def of(cls, config: Config, tokenizer: "PreTrainedTokenizerBase") -> "Answers":
+    def of(cls, model: ModelConfig, rollout: RolloutConfig, tokenizer: "PreTrainedTokenizerBase") -> "Answers":
         """Return the encoder of a run's policy."""
-        rollout, model = config.rollout, Path(config.model.path)
+        path = Path(model.path)
         return cls(
             tokenizer,
-            declared=declared_stop_tokens(model),
-            further=stop_tokens_in(model / "config.json"),
+            declared=declared_stop_tokens(path),
+            further=stop_tokens_in(path / "config.json"),
             stop=rollout.stop,
             stop_token_ids=rollout.stop_token_ids,
         )

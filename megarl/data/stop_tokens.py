@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from megarl.data.chat import TemplateRefusal, render_chats
 from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object
+from megarl.host.reading import MODEL_REMEDY, read_object
 from megarl.types import Message
-from megarl.weights.families import MODEL_REMEDY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object, reading, reason_of, require_file
-from megarl.weights.families import MODEL_REMEDY
+from megarl.host.reading import MODEL_REMEDY, read_object, reading, reason_of, require_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

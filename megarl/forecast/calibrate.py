@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.config.schema import Config
 from megarl.errors import DataError
 from megarl.forecast.costs import Constants
 from megarl.forecast.recorded import COUNTERS, column, recorded_steps
@@ -14,12 +13,6 @@ from megarl.record.metrics import RunPaths
 
 # The parts of a step beside generation and the weights' sync.
 _TRAINED = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
-
-
-def planned_seconds(config: Config, device_bytes: int, *, calibration: Path | None = None) -> dict[str, float]:
-    """Return the seconds of a planned step and its phases, by published runs or by a recorded one."""
-    constants = None if calibration is None else calibrate(calibration)
-    return planned_step(config, device_bytes=device_bytes, constants=constants).seconds
 
 
 def calibrate(recorded: Path, *, device_bytes: int = DEVICE_BYTES) -> Constants:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megarl.algos.build import algorithm_of
 from megarl.cluster.roles import by_layout, roles_of
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.check import check_train
@@ -21,8 +20,8 @@ from megarl.host.device.platform import assuming, platform
 from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import DevicePlan, EnginePlan
-from megarl.plan.sizes import plan_engine, plan_shards
-from megarl.types import Algorithm
+from megarl.plan.sizes import needs_of, plan_engine, plan_shards
+from megarl.types import TokenQuantity
 
 # Rows up to this many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
@@ -73,9 +72,9 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     with assuming("cuda"):
         for place in _places(search):
             # The layout does not change what an algorithm asks for.
-            algorithm = algorithm_of(_with_trainer(search, place, search.base.actor.layout, RecomputeConfig()))
+            needed, _ = needs_of(_with_trainer(search, place, search.base.actor.layout, RecomputeConfig()))
             for layout in _layouts(search, place.trainers):
-                fitting = _fitting(search, place, layout, algorithm, trainers)
+                fitting = _fitting(search, place, layout, needed, trainers)
                 if fitting:
                     found.append(min(fitting, key=lambda choice: choice.cost.total))
         ranked = sorted(found, key=lambda choice: choice.cost.total)
@@ -96,7 +95,7 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
 
 
 def _fitting(
-    search: LayoutSearch, place: _Place, layout: LayoutConfig, algorithm: Algorithm, trainers: list[int]
+    search: LayoutSearch, place: _Place, layout: LayoutConfig, needed: frozenset[TokenQuantity], trainers: list[int]
 ) -> list[LayoutChoice]:
     """Return the choices that fit with this layout, with each way to recompute that may be the cheapest.
 
@@ -105,7 +104,7 @@ def _fitting(
 
     def choices(**recompute: Any) -> list[LayoutChoice]:
         config = _with_trainer(search, place, layout, RecomputeConfig(**recompute))
-        return list(_with_engines(search, config, place, algorithm, trainers))
+        return list(_with_engines(search, config, place, needed, trainers))
 
     own = {each.name: getattr(search.base.actor, each.name) for each in fields(RecomputeConfig)}
     if any(f"actor.{name}" in search.given for name in own):
@@ -232,15 +231,15 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
 
 
 def _with_engines(
-    search: LayoutSearch, config: Config, place: _Place, algorithm: Algorithm, trainers: list[int]
+    search: LayoutSearch, config: Config, place: _Place, needed: frozenset[TokenQuantity], trainers: list[int]
 ) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
     if not search.obeys(replace(config, rollout=search.base.rollout)):
         return
-    needed, roles, limit = algorithm.requires(), roles_of(config, algorithm), FILL * search.device_bytes
+    roles, limit = roles_of(config, needed), FILL * search.device_bytes
     shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
     layouts = by_layout(roles)
-    peak, _ = most_bytes(plan_devices(config, layouts, shards, None))
+    peak, _ = most_bytes(plan_devices(layouts, shards, None, offload=config.placement.offload))
     trainers.append(peak)
     if peak > limit:
         return
@@ -265,7 +264,7 @@ def _with_engines(
             continue
         engine = plan_engine(chosen, search.spec.dims, search.stage_bytes, search.device_bytes)
         num_sequences = engine.full_rows or 0
-        devices = plan_devices(chosen, layouts, shards, engine)
+        devices = plan_devices(layouts, shards, engine, offload=chosen.placement.offload)
         peak, phase = most_bytes(devices)
         if num_sequences == 0 or peak > limit:
             continue

@@ -9,7 +9,6 @@ from megarl.plan.build import role_plan
 from megarl.plan.devices import plan_devices
 from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes
 from megarl.plan.sizes import SizedRun, size_run
-from megarl.types.messages import Role
 
 # Memory of the GPU that is assumed where none is named: an H100.
 DEVICE_BYTES = 80 << 30
@@ -39,10 +38,10 @@ def planned_stop(config: Config) -> StopForecast:
 
 
 def _cost(run: SizedRun, constants: Constants) -> StepCost:
-    devices = plan_devices(run.config, by_layout(run.roles), run.shards, run.engine)
+    devices = plan_devices(by_layout(run.roles), run.shards, run.engine, offload=run.config.placement.offload)
     return step_cost(
         run.config,
-        run.specs[Role.ACTOR].dims,
+        run.actor.dims,
         run.shards,
         devices,
         run.engine,

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from megarl.errors import ConfigError, DataError
 
 COPY_AGAIN = "copy it again"
+MODEL_REMEDY = "copy the model again"
 RESTORE = "restore what the run wrote"
 MAX_REASON_CHARS = 200
 # How much of a file is looked at to say what it is.

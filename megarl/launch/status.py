@@ -12,7 +12,6 @@ from typing import Self
 
 from tqdm import tqdm
 
-from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
 from megarl.host.exit_codes import outcome_of
@@ -135,7 +134,7 @@ def describe_status(root: Path, *, now: float) -> dict[str, object]:
     logged = read_metrics(paths.metrics) if paths.metrics.exists() else []
     records = [r for r in logged if "perf/tokens_per_s" in r.metrics]
     if records:
-        config = read_saved(paths.config)
+        config = paths.saved_tree()
         section = config["trainer"] if status.command == "train" else config[status.command.replace("-", "_")]
         total = int(section["total_steps"])
         last, recent = records[-1], records[-ETA_STEPS - 1 :]

@@ -7,12 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS
+from megarl.config.engine import EngineConfig
+from megarl.config.generation import PlacementConfig
+from megarl.config.layout import LayoutConfig
 from megarl.config.load import PACKAGED
+from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.host.streams import print_lines
@@ -140,9 +145,12 @@ def job_script(request: SubmitRequest) -> str:
             f"{request.signal_s} s before the limit, which leaves too little to train; raise --time or lower --signal-s"
         )
     config = load_config(request.config, request.overrides)
-    placed = [*request.overrides, *node_overrides(config, request)]
+    placed = [
+        *request.overrides,
+        *_node_overrides(request, config.actor.layout, config.rollout.engine, config.placement, config.rewards),
+    ]
     TRAINING_CHECKS[request.command](whole := load_config(request.config, placed))
-    _check_signal(request, whole)
+    _check_signal(request, None if request.forecast is None else partial(request.forecast, whole))
     template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
     head, _, text = template.read_text(encoding="utf-8").partition(_AFTER_OPTIONS)
     first, *further = head.split(_NEXT_COMPONENT)
@@ -163,12 +171,12 @@ def job_script(request: SubmitRequest) -> str:
     return text.replace('"$@"', arguments)
 
 
-def _check_signal(request: SubmitRequest, config: Config) -> None:
+def _check_signal(request: SubmitRequest, forecast: Callable[[], StopForecast] | None) -> None:
     """Raise ConfigError if a run is expected to lose its last step at the time limit; print a warning if it may."""
-    if request.forecast is None or request.command != "train" or not request.nodes.gpus_per_node:
+    if forecast is None or request.command != "train" or not request.nodes.gpus_per_node:
         return
     try:
-        stop = request.forecast(config)
+        stop = forecast()
     except (ConfigError, DataError) as error:
         said = f"warning: --signal-s={request.signal_s}: is not checked, as {error}; make it longer than a step takes"
         print_lines(said, file=sys.stderr)
@@ -202,10 +210,15 @@ def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> st
     return component + "".join(f"#SBATCH {each}\n" for each in nodes.sbatch_options)
 
 
-def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
+def _node_overrides(
+    request: SubmitRequest,
+    layout: LayoutConfig,
+    engine: EngineConfig,
+    placement: PlacementConfig,
+    rewards: RewardsConfig,
+) -> list[str]:
     """Return the settings that distribute a run over the request's nodes. Raises ConfigError if it does not fit."""
-    layout, engine = config.actor.layout, config.rollout.engine
-    split = request.command == "train" and config.placement.mode == "split"
+    split = request.command == "train" and placement.mode == "split"
     if request.engine_nodes is not None and not split:
         raise ConfigError(
             "--engine-nodes: is set, but only with placement.mode=split (of train) do engines have nodes of their own; "
@@ -224,7 +237,7 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
     engines, needs = engine.num_engines * engine.num_workers, {"placement.trainer": layout.world_size}
     if split and request.engine_nodes is None:
         needs["placement.engines"] = engines
-    servers = config.rewards.judge_servers if request.command == "train" else {}
+    servers = rewards.judge_servers if request.command == "train" else {}
     needs |= {f"rewards.judge_servers.{name}": server.replicas * server.tp for name, server in servers.items()}
     counts = _nodes_of(needs, request.nodes, "--nodes")
     if split and request.engine_nodes is not None:

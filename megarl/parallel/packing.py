@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarl.data.prefixes import held_prefixes
 from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
 from megarl.parallel.path_blocks import PathBlocks, plan_blocks
 from megarl.types import IdArray, Row
+from megarl.types.prefixes import held_prefixes
 from megarl.types.rows import RowPath, paths_of
 
 

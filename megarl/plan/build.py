@@ -4,10 +4,10 @@ If model and data are present, the plan also has the warnings that the run would
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,13 @@ from megarl.config.derived import Derived
 from megarl.config.lora import sent_alone
 from megarl.config.schema import Config, LayoutConfig
 from megarl.data.sampler import train_files
+from megarl.errors import ConfigError
 from megarl.host.device.platform import assuming, platform
-from megarl.plan.derive import derive, smallest_device
+from megarl.host.streams import print_lines
+from megarl.plan.derive import smallest_device
 from megarl.plan.devices import checkpoint_host_bytes, plan_devices
 from megarl.plan.memory import DTYPE_BYTES
+from megarl.plan.render import GIB, to_json, to_text
 from megarl.plan.run_plan import (
     DevicePlan,
     EnginePlan,
@@ -40,16 +43,43 @@ from megarl.plan.run_plan import (
     ShardPlan,
     StepPlan,
 )
-from megarl.plan.sizes import SizedRun, micro_batches_at_full_length, most_micro_batches, plan_shards, size_run
+from megarl.plan.sizes import SizedRun, derive, micro_batches_at_full_length, most_micro_batches, plan_shards, size_run
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.transport.process_plans import most_staging
 from megarl.train.forward import Variant, forms_read
 from megarl.train.inputs import open_train_inputs, setting_warnings
+from megarl.train.rehearsal import rehearse
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import groups_of
+
+
+def print_plan(
+    config: Config,
+    *,
+    device_gib: float | None,
+    as_json: bool,
+    forecast: Callable[[Config, int], dict[str, float]],
+) -> None:
+    """Plan a training run and print the plan, without starting anything.
+
+    forecast: returns the seconds of a step by phase, for devices with that many bytes.
+    device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
+    smallest device of this machine, if it has any.
+    """
+    if device_gib is not None and device_gib <= 0:
+        raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
+    rehearse(config, afresh=True)
+    device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
+    plan = plan_run(config, device_bytes=device_bytes)
+    if device_bytes is not None:
+        plan = replace(plan, seconds=forecast(config, device_bytes))
+    if as_json:
+        print(to_json(plan))
+    else:
+        print_lines(*to_text(plan).split("\n"))
 
 
 def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool = True) -> RunPlan:
@@ -77,9 +107,10 @@ def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
 
 def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPlan:
     config, roles, specs, shards, engine = run.config, run.roles, run.specs, run.shards, run.engine
-    actor, layouts, counts = specs[Role.ACTOR], by_layout(roles), batch_counts(config)
+    actor, layouts, counts = run.actor, by_layout(roles), batch_counts(config)
     bridge, missing = bridge_plan(config, actor), _missing_files(config, roles)
-    devices = plan_devices(config, layouts, shards, engine, (staged := most_staging(bridge, config.sync)).device)
+    staged = most_staging(bridge, config.sync)
+    devices = plan_devices(layouts, shards, engine, staged.device, offload=config.placement.offload)
     inputs = None if missing or not with_data else open_train_inputs(config)
     read = forms_read(config.algo.distill, roles, run.needed)
     return RunPlan(
@@ -158,7 +189,9 @@ def _nodes(
 ) -> tuple[NodePlan, ...]:
     """List the trainer's nodes, then those that only engines use, then those of judges' servers."""
     device = {"CPU": 1.0}
-    placement = with_judge_servers(plan_placement(config, device, with_engines=True), config, device)
+    num_ranks = config.actor.layout.world_size
+    placement = plan_placement(config.placement, config.rollout.engine, num_ranks, device, with_engines=True)
+    placement = with_judge_servers(placement, config.rewards.judge_servers, device)
     moves = config.placement.offload
     # Engines that have read their weights themselves keep them on the host while they sleep.
     asleep = engine.weights if sent_alone(config.actor.lora) is not None and engine.shares_devices else 0
@@ -228,7 +261,7 @@ def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
         forward_flops(spec.dims, num_tokens=length, num_head_tokens=config.rollout.max_response_tokens)
         for length in lengths.values()
     )
-    peak = peak_of(config)
+    peak = peak_of(config.logging, config.model.dtype)
     return ForwardPlan(
         role=role.role.value,
         rows=dict.fromkeys(lengths, num_rows),

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.cluster.object_store import object_store
-from megarl.config.derived import Derived, host_group, left_open
-from megarl.config.models import FUSED_SINCE, fusion_obstacle, transformer_engine_version
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.derived import Derived
+from megarl.config.generation import PlacementConfig
+from megarl.config.layout import LayoutConfig
+from megarl.config.models import FUSED_SINCE, MoeConfig, fusion_obstacle, transformer_engine_version
 from megarl.host.device.platform import platform
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import ShardPlan
@@ -22,42 +22,19 @@ REPORTED, PROCESS_BYTES = 79.1 / 80, int(1.8 * 2**30)
 ENGINE_SHARE = 0.85
 
 
-def derive(
-    config: Config,
-    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
-    shards: Sequence[ShardPlan],
-    device_bytes: int | None,
-    *,
-    experts: Experts | None = None,
-    command: str = "train",
-) -> tuple[Derived, ...]:
-    """Derive the settings of `megarl train` or eval that are null, in the order in which a dry run shows them.
-
-    layouts, shards: those of the trainer; empty if there is none. device_bytes: memory of a device, if it is known.
-    experts: those of the actor.
-    """
-    found = (
-        *moe_kernels(config, experts),
-        engine_share(config, layouts, shards, device_bytes),
-        host_group(config, platform()),
-        object_store(config, command),
-    )
-    return left_open(config, found)
-
-
-def moe_kernels(config: Config, experts: Experts | None) -> Iterator[Derived]:
+def moe_kernels(moe: MoeConfig, experts: Experts | None) -> Iterator[Derived]:
     """Derive which of Transformer Engine's kernels for experts (`actor.moe.fuse_…`) are used."""
     if experts is None:
         return
     engine, num_groups = transformer_engine_version(), experts.routing.num_groups if experts.routing is not None else 1
     for name in FUSED_SINCE:
-        obstacle = fusion_obstacle(name, config.actor.moe, engine=engine, num_groups=num_groups)
+        obstacle = fusion_obstacle(name, moe, engine=engine, num_groups=num_groups)
         reason = obstacle or "Transformer Engine has the kernel"
         yield Derived(key=f"actor.moe.{name}", value=obstacle is None, reason=reason)
 
 
 def engine_share(
-    config: Config,
+    placement: PlacementConfig,
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
     device_bytes: int | None,
@@ -66,10 +43,10 @@ def engine_share(
     if device_bytes is None:
         return None
     value, reason = ENGINE_SHARE, "engines have devices of their own"
-    if layouts and config.placement.mode == "colocated":
+    if layouts and placement.mode == "colocated":
         reason = "nothing else is on the devices while engines generate"
-        if not config.placement.offload:
-            most, phase = most_bytes(plan_devices(config, layouts, shards, None))
+        if not placement.offload:
+            most, phase = most_bytes(plan_devices(layouts, shards, None, offload=False))
             # If this is too little, vLLM says so.
             value = max(0.05, share_beside(most, device_bytes))
             reason = f"the trainer, which stays, takes {most / 2**30:.2f} of {device_bytes / 2**30:.2f} GiB ({phase})"

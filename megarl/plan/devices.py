@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from megarl.cluster.offloading import ENGINE, KV_CACHE, SYNC, WEIGHTS, Resident, forward, step_phases, updating
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.schema import LayoutConfig
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, PhasePlan, ShardPlan
@@ -136,19 +136,21 @@ def checkpoint_host_bytes(
 
 
 def plan_devices(
-    config: Config,
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
     engine: EnginePlan | None,
     staged: int = 0,
+    *,
+    offload: bool,
 ) -> list[DevicePlan]:
     """Estimate the memory of the actor's devices (rank i uses device i); equal devices share an entry.
 
-    engine: None leaves the engines out. staged: bytes of messages on a device while weights are sent.
+    layouts: the actor's first. engine: None leaves the engines out. staged: bytes of messages on a device while weights
+    are sent.
     """
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
-    for device in range(config.actor.layout.world_size):
+    for device in range(next(iter(layouts)).world_size):
         present = tuple(
             by_place[role.role.value, place_of(layout, device).pp]
             for layout, roles in layouts.items()
@@ -158,18 +160,19 @@ def plan_devices(
         held.setdefault(present, []).append(device)
     roles = [role for its_roles in layouts.values() for role in its_roles]
     return [
-        _device(config, roles, [shards[i] for i in present], engine, devices, staged)
+        _device(roles, [shards[i] for i in present], engine, devices, staged, offload=offload)
         for present, devices in held.items()
     ]
 
 
 def _device(
-    config: Config,
     roles: Sequence[RoleSpec],
     shards: Sequence[ShardPlan],
     engine: EnginePlan | None,
     devices: Sequence[int],
     staged: int,
+    *,
+    offload: bool,
 ) -> DevicePlan:
     sizes = {Resident(shard.role, part): size for shard in shards for part, size in shard.resident.items()}
     resident = sum(sizes.values())
@@ -184,7 +187,7 @@ def _device(
         added[updating(Role.ACTOR).name] += shard.forward
     phases = {}
     for phase in step_phases(roles):
-        present = phase.needs if config.placement.offload else sizes.keys()
+        present = phase.needs if offload else sizes.keys()
         held = {part: size for part, size in sizes.items() if part in present}
         of_engine = sum(size for part, size in held.items() if part.owner == ENGINE)
         phases[phase.name] = PhasePlan(

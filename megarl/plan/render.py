@@ -1,47 +1,16 @@
-"""Print what `--dry-run` has planned for a training run, as text for people or as JSON for programs."""
+"""Write what `--dry-run` has planned for a training run, as text for people or as JSON for programs."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from megarl.config.derived import Derived
-from megarl.config.schema import Config
-from megarl.errors import ConfigError
-from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
-from megarl.plan.build import plan_run
-from megarl.plan.derive import smallest_device, usable_bytes
+from megarl.plan.derive import usable_bytes
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
-from megarl.train.rehearsal import rehearse
 
 GIB = 2**30
-
-
-def print_plan(
-    config: Config,
-    *,
-    device_gib: float | None,
-    as_json: bool,
-    forecast: Callable[[Config, int], dict[str, float]],
-) -> None:
-    """Plan a training run and print the plan, without starting anything.
-
-    forecast: returns the seconds of a step by phase, for devices with that many bytes.
-    device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
-    smallest device of this machine, if it has any.
-    """
-    if device_gib is not None and device_gib <= 0:
-        raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
-    rehearse(config, afresh=True)
-    device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
-    plan = plan_run(config, device_bytes=device_bytes)
-    if device_bytes is not None:
-        plan = replace(plan, seconds=forecast(config, device_bytes))
-    if as_json:
-        print(to_json(plan))
-    else:
-        print_lines(*to_text(plan).split("\n"))
 
 
 def to_json(plan: RunPlan) -> str:

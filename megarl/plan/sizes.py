@@ -6,19 +6,22 @@ from functools import cache
 from pathlib import Path
 
 from megarl.algos.build import algorithm_of
+from megarl.cluster.object_store import object_store
 from megarl.cluster.placement import workers_per_node
 from megarl.cluster.roles import by_layout, model_key, roles_of
 from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
-from megarl.config.derived import Derived, filled
+from megarl.config.derived import Derived, filled, host_group, left_open
+from megarl.config.layout import LayoutConfig
 from megarl.config.load import packaged
 from megarl.config.lora import sent_alone
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 from megarl.plan import memory as bytes_of
-from megarl.plan.derive import derive
+from megarl.plan.derive import engine_share, moe_kernels
 from megarl.plan.devices import plan_shard
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import EnginePlan, ShardPlan
@@ -28,6 +31,7 @@ from megarl.types import TokenQuantity
 from megarl.types.messages import Role, RoleSpec
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.boxes import num_elements
+from megarl.weights.dims import Experts
 from megarl.weights.families import Dims, ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 
@@ -47,6 +51,16 @@ class SizedRun:
     engine: EnginePlan
     derived: tuple[Derived, ...]
 
+    @property
+    def actor(self) -> ModelSpec:
+        return self.specs[Role.ACTOR]
+
+
+def needs_of(config: Config) -> tuple[frozenset[TokenQuantity], tuple[RoleSpec, ...]]:
+    """Return what the algorithm of a run requires before updates, and the run's models."""
+    required = algorithm_of(config).requires()
+    return required, roles_of(config, required)
+
 
 def size_run(config: Config, device_bytes: int | None) -> SizedRun:
     """Check a configuration as a run would, and plan what ranks and engines hold, by config.json alone.
@@ -55,7 +69,7 @@ def size_run(config: Config, device_bytes: int | None) -> SizedRun:
     """
     check_train(config)
     config = with_local_models(config, weights=False)
-    needed, roles = (algorithm := algorithm_of(config)).requires(), roles_of(config, algorithm)
+    needed, roles = needs_of(config)
     specs: dict[Role, ModelSpec] = {}
     for role in roles:
         path, published = role.model.path, role.model.config_path
@@ -76,6 +90,29 @@ def size_run(config: Config, device_bytes: int | None) -> SizedRun:
         engine=plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes),
         derived=derived,
     )
+
+
+def derive(
+    config: Config,
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    shards: Sequence[ShardPlan],
+    device_bytes: int | None,
+    *,
+    experts: Experts | None = None,
+    command: str = "train",
+) -> tuple[Derived, ...]:
+    """Derive the settings of `megarl train` or eval that are null, in the order in which a dry run shows them.
+
+    layouts, shards: those of the trainer; empty if there is none. device_bytes: memory of a device, if it is known.
+    experts: those of the actor.
+    """
+    found = (
+        *moe_kernels(config.actor.moe, experts),
+        engine_share(config.placement, layouts, shards, device_bytes),
+        host_group(config, platform()),
+        object_store(config, command),
+    )
+    return left_open(config, found)
 
 
 def plan_shards(
@@ -166,7 +203,8 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
         num_engines=engine.num_engines,
         tp=engine.tp,
         pp=engine.pp,
-        nodes_per_engine=engine.num_workers // workers_per_node(config),
+        nodes_per_engine=engine.num_workers
+        // workers_per_node(config.placement, engine, num_ranks=config.actor.layout.world_size),
         shares_devices=config.placement.mode == "colocated",
         weights=weights,
         kv_cache=kv_cache,

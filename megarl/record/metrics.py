@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
+from megarl.config.load import read_saved
 from megarl.config.schema import RunConfig
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError, DataError
@@ -64,6 +65,10 @@ class RunPaths:
         self.checkpoints = root / "checkpoints"
         # The workers' output, kept when a run fails.
         self.logs = root / "logs"
+
+    def saved_tree(self) -> dict[str, Any]:
+        """Read the configuration that the run wrote; DataError if it is damaged."""
+        return read_saved(self.config)
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from megarl.config.schema import Config
-from megarl.data.prefixes import count_shared, family_order
+from megarl.config.schema import LoggingConfig
 from megarl.host.device.accelerators import peak_tflops
 from megarl.host.device.platform import platform
 from megarl.types import Row
+from megarl.types.prefixes import count_shared, family_order
 from megarl.weights.families import Dims
 
 # Phases whose time depends on the tokens of a step, by verl's names.
@@ -83,21 +83,21 @@ def update_flops(dims: Dims, rows: Sequence[Row], *, shares_prefixes: bool = Fal
     return FORWARD_AND_BACKWARD * flops
 
 
-def peak_of(config: Config) -> float | None:
+def peak_of(logging: LoggingConfig, dtype: str) -> float | None:
     """Return a device's peak TFLOP/s: as configured, or the lowest known among this host's devices; else None."""
-    if config.logging.peak_tflops:
-        return config.logging.peak_tflops
-    peaks = [peak_tflops(device.name, config.model.dtype) for device in platform().devices()]
+    if logging.peak_tflops:
+        return logging.peak_tflops
+    peaks = [peak_tflops(device.name, dtype) for device in platform().devices()]
     return min((peak for peak in peaks if peak is not None), default=None)
 
 
 class PerformanceMeter:
     """A meter of the throughput of a run's optimizer steps."""
 
-    def __init__(self, config: Config, dims: Dims, *, shares_prefixes: bool = False) -> None:
-        self._dims, self._num_ranks = dims, config.actor.layout.world_size
-        self._num_epochs = config.trainer.num_epochs
-        self._peak_tflops = peak_of(config)
+    def __init__(
+        self, dims: Dims, *, num_ranks: int, num_epochs: int, peak_tflops: float | None, shares_prefixes: bool = False
+    ) -> None:
+        self._dims, self._num_ranks, self._num_epochs, self._peak_tflops = dims, num_ranks, num_epochs, peak_tflops
         self._shares_prefixes = shares_prefixes
 
     def metrics(self, rows: Sequence[Row], update_s: float) -> dict[str, float]:

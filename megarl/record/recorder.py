@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from megarl.algos.cpo import BASE_ADVANTAGES
 from megarl.config import dump
 from megarl.config.load import masked_settings
 from megarl.config.schema import Config, teacher_sections
@@ -45,6 +44,7 @@ from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
 from megarl.record.turns import turns_of
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, SegmentSource, TokenQuantity
 from megarl.types.judged import Trouble
+from megarl.types.rows import BASE_ADVANTAGES
 from megarl.weights.hub import commits_of
 
 if TYPE_CHECKING:

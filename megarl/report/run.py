@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import read_saved
 from megarl.errors import DataError
 from megarl.host.masking import masked
 from megarl.host.reading import RESTORE, read_object
@@ -100,7 +99,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_step=max(record.step for record in records),
         elapsed_s=records[-1].time_s - records[0].time_s,
         # Earlier versions wrote secrets there.
-        config=masked(read_saved(paths.config)),
+        config=masked(paths.saved_tree()),
         versions=read_object(paths.versions, remedy=RESTORE) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),

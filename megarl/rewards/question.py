@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.types import Message, Reward
 
@@ -40,3 +41,7 @@ class Verdict:
     seconds: float = 0.0
     reason: str = ""
     output: str = ""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Verdict":
+        return cls(**{**fields, "reward": None if fields["reward"] is None else Reward.from_json(fields["reward"])})

@@ -7,7 +7,7 @@ from megarl.config.lora import LoraConfig, sent_alone
 from megarl.config.schema import Config, EngineConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
-from megarl.host.reading import read_object
+from megarl.host.reading import MODEL_REMEDY, read_object
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
 
@@ -101,7 +101,7 @@ def rounding_of(spec: EngineSpec) -> str | None:
 def has_delta_nets(model_path: str) -> bool:
     """Return whether a model directory has gated delta nets, whose prefixes vLLM caches only with chunked prefill."""
     file = Path(model_path) / "config.json"
-    config = read_object(file, remedy="copy the model again", error=ConfigError) if file.is_file() else {}
+    config = read_object(file, remedy=MODEL_REMEDY, error=ConfigError) if file.is_file() else {}
     return "linear_num_key_heads" in config.get("text_config", config)
 
 

@@ -12,7 +12,7 @@ from megarl.errors import DataError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.replay import ReplaySource, read_record, record_path
-from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan
 from megarl.rollout.vllm_source import Engines
 from megarl.seeds import try_seed
 from megarl.types import Sample, Segment, SegmentSource
@@ -144,6 +144,3 @@ class RegenerateSource(RolloutSource):
         spans = self._spans.pop(plan.step - 1, [])
         for span, completion in [(span, self.engines.generate(span.request(plan))) for span in spans]:
             span.compare(await completion)
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        self.engines.wait(work, timeout_s=timeout_s, doing=doing)

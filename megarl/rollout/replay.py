@@ -1,6 +1,5 @@
 """Record a step's rollout as parquet, and replay it bit for bit: same tokens, log-probs, seeds and versions."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.host import loop
 from megarl.host.reading import reading
 from megarl.host.unicode import plain
 from megarl.host.writing import replacing
-from megarl.rollout.source import Doing, Group, RolloutSource, generating
+from megarl.rollout.source import Group, RolloutSource
 from megarl.types import (
     ChatPart,
     Episode,
@@ -217,6 +215,3 @@ class ReplaySource(RolloutSource):
         group.prompt = self._prompts[uid]
         for sample in samples:
             await group.finish(sample)
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        loop.wait(work)

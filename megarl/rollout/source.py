@@ -112,17 +112,20 @@ class Group:
                 await asyncio.sleep(0)
 
 
+class Wait(Protocol):
+    """Waits for `work`, of which samples are a part; `timeout_s` limits the time in which nothing is heard of any.
+
+    It returns early if samples under way need the next weights, as those of an engine that died in an update.
+    """
+
+    def __call__(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None: ...
+
+
 class RolloutSource(Protocol):
     """A source of samples. It works only while something is waited for."""
 
     async def sample(self, group: Group) -> None:
         """Finish all samples of a group; those in `group.parts` go on."""
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        """Wait for `work`, of which samples are a part; `timeout_s` limits the time in which nothing is heard of any.
-
-        It returns early if samples under way need the next weights, as those of an engine that died in an update.
-        """
 
     def parts(self, groups: Iterable[Group]) -> list[Sample]:
         """Return the samples under way that have tokens; their finish reason is `ABORT`. They go on."""
@@ -149,9 +152,7 @@ async def all_sampled(groups: Iterable[Group], *, may_stop: bool = False) -> Non
         _, tasks = await asyncio.wait(tasks, timeout=LOOK_S if may_stop else None)
 
 
-def collect(
-    source: RolloutSource, groups: Sequence[Group], *, timeout_s: float, may_stop: bool = False
-) -> RolloutBatch:
+def collect(wait: Wait, groups: Sequence[Group], *, timeout_s: float, may_stop: bool = False) -> RolloutBatch:
     """Wait until groups have all of their samples, and return them.
 
     Raises SamplingStopped, with `may_stop`, if a signal asks for a stop before.
@@ -159,7 +160,7 @@ def collect(
     total = sum(group.plan.num_samples for group in groups)
 
     try:
-        source.wait(
+        wait(
             loop.spawn(all_sampled(groups, may_stop=may_stop)),
             timeout_s=timeout_s,
             doing=lambda: f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished",

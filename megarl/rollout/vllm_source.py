@@ -28,7 +28,7 @@ from megarl.rollout.conversations import (
     with_episode,
 )
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import Doing, Group, SamplingPlan, generating
+from megarl.rollout.source import Group, SamplingPlan
 from megarl.rollout.turns import GIVEN
 from megarl.seeds import sample_seed, try_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
@@ -40,8 +40,6 @@ class Engines(Protocol):
     """The interface of a group of engines, as `VllmSource` calls it."""
 
     def generate(self, request: GenerationRequest) -> "asyncio.Future[Completion]": ...
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing) -> None: ...
 
     def parts(self) -> "dict[asyncio.Future[Completion], Completion]": ...
 
@@ -136,9 +134,6 @@ class VllmSource:
         completion = await asked
         del group.asked[sample.sample_index]
         return completion
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        self._engines.wait(work, timeout_s=timeout_s, doing=doing)
 
     def parts(self, groups: Iterable[Group]) -> list[Sample]:
         written = self._engines.parts()

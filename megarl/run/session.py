@@ -119,7 +119,7 @@ class Session:
         total = len(groups) * plan.num_samples
         with doing(lambda: f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished"):
             try:
-                return collect(source, groups, timeout_s=self.config.rollout.timeout_s)
+                return collect(supervisor.wait, groups, timeout_s=self.config.rollout.timeout_s)
             except KeyError as error:
                 # The wait for them ended early; see `EngineSupervisor.outdate`.
                 raise RunError(

@@ -155,9 +155,10 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
     spec = open_model(config, for_sft=not with_engines)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
+    answers = Answers.of(config.model, config.rollout, tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     # A loop judges samples itself.
-    roles = tuple(role for role in roles_of(config, algorithm) if role.role is not Role.REWARD)
+    roles = tuple(role for role in roles_of(config, algorithm.requires()) if role.role is not Role.REWARD)
     if with_reference and all(role.role is not Role.REFERENCE for role in roles):
         roles = (*roles, reference_role(config))
     check_role_models(config, roles, tokenizer)

@@ -23,7 +23,6 @@ from megarl.run.session_inputs import SessionInputs
 from megarl.train.inputs import open_sampler
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.prompt_queue import PromptQueue
-from megarl.train.wiring import open_supervisor
 from megarl.types import AlgoState
 from megarl.types.messages import LoadRequest, Role
 from megarl.weights.families import read_model_spec
@@ -143,7 +142,7 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
         workers=workers,
         memory=memory,
         passes=passes,
-        supervisor=open_supervisor(config, cluster, memory, cluster.weight_sync) if with_engines else None,
+        supervisor=cluster.supervisor(config, memory, cluster.weight_sync) if with_engines else None,
         queue=None if inputs.prompts is None else PromptQueue(open_sampler(config, inputs.prompts)),
         files=files,
     )

@@ -31,7 +31,8 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
     """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
     from megarl.cluster.prelude import Prelude
 
-    with DirectoryLock(RunPaths.of(config.run).root, "train") as lock, Prelude(config) as prelude:
+    root = RunPaths.of(config.run).root
+    with DirectoryLock(root, "train") as lock, Prelude(config.cluster, config.run) as prelude:
         with doing("reading model and data"):
             if resume:
                 require_plugins_of_run(config)
@@ -61,7 +62,8 @@ def train_supervised(
     """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
     from megarl.cluster.prelude import Prelude
 
-    with DirectoryLock(RunPaths.of(config.run).root, command) as lock, Prelude(config, with_engine=False) as prelude:
+    root = RunPaths.of(config.run).root
+    with DirectoryLock(root, command) as lock, Prelude(config.cluster, config.run, with_engine=False) as prelude:
         with doing("reading model and data"):
             if resume:
                 require_plugins_of_run(config)
@@ -82,7 +84,7 @@ def train_supervised(
                 ) as cluster:
                     from megarl.train.supervised import SupervisedTrainer
 
-                    SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
+                    SupervisedTrainer(task, inputs, cluster, recorder).fit(checkpoint)
             return _reported(recorder)
 
 

@@ -35,6 +35,7 @@ from megarl.rollout.source import (
     RolloutSource,
     SamplingPlan,
     SamplingStopped,
+    Wait,
     abandon,
     all_sampled,
     rollout_of,
@@ -81,6 +82,7 @@ class Rollouts:
     queue: PromptQueue
     prompts: Sequence[Prompt] | PromptDataset
     source: RolloutSource
+    wait: Wait
     rewards: RewardManager
     stop_tokens: StopTokens
     record_file: Callable[[int], Path]
@@ -110,7 +112,7 @@ class Rollouts:
             with self.timers("reward"):
                 if self.scheduler.staleness:
                     # Samples of later groups that finish meanwhile are handed to the judges, too.
-                    self.source.wait(loop.spawn(all_heard(taken)), timeout_s=math.inf, doing=lambda: "judging")
+                    self.wait(loop.spawn(all_heard(taken)), timeout_s=math.inf, doing=lambda: "judging")
                 groups, judged = judge_groups(taken, self.rewards)
             sampled += groups
             tallies.append(judged.tallies)
@@ -299,7 +301,7 @@ class Rollouts:
             have = f"has {len(oldest.samples)} of {oldest.plan.num_samples}"
             return f"generating: {count}; the oldest ticket, {oldest.number} ({oldest.prompt.uid}), {have}"
 
-        self.source.wait(loop.spawn(work), timeout_s=self.rollout.timeout_s, doing=doing)
+        self.wait(loop.spawn(work), timeout_s=self.rollout.timeout_s, doing=doing)
 
     def _refill(self, step: int, *, num_kept: int, sampled: Sequence[JudgedGroup], num_refills: int) -> int:
         """Admit prompts for groups that the filter removed, and return how many groups to take next; 0 for none."""

@@ -113,7 +113,7 @@ def open_hints(
     max_prompt_tokens: int,
     vocabulary: Vocabulary = EVERY_TOKEN,
 ) -> HintWriter:
-    """Open the writer of hints. max_prompt_tokens: as `config.batches.max_hinted_prompt_tokens` says."""
+    """Open the writer of hints. max_prompt_tokens: beside them, the longest response fits a row."""
     return HintWriter(
         tokenizer,
         algo.cpo.hint,

@@ -1,6 +1,6 @@
 """Open and check everything that a run reads before any process starts, so that mistakes cost nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.filters import check_filter_ranges
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, roles_of
-from megarl.config.batches import max_hinted_prompt_tokens, max_row_terms, max_row_tokens
+from megarl.config.batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.check_model import check_model
@@ -176,8 +176,9 @@ def open_train_inputs(config: Config) -> TrainInputs:
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
-    roles = roles_of(config, algorithm)
+    answers = Answers.of(config.model, config.rollout, tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
+    roles = roles_of(config, algorithm.requires())
     check_role_models(config, roles, tokenizer)
     asked = teachers_of(config)
     teachers = open_teachers(asked, tokenizer, answers)
@@ -193,7 +194,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     hints, survey = None, None
     if algorithm.requires() & HINT_QUANTITIES or config.algo.distill.teacher == "hint":
         readers = [spec, *(read_model_spec(role.model.path) for role in roles if role.role is Role.TEACHER)]
-        room = max_hinted_prompt_tokens(config, min(each.max_positions for each in readers))
+        positions = min(each.max_positions for each in readers)
+        room = max_hinted_row_tokens(config, positions) - config.rollout.max_response_tokens
         hints = open_hints(config.algo, config.environment, tokenizer, room, vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
@@ -204,9 +206,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
     for data in (train, val):
         if data is not None:
-            if asked and "teacher" not in asked:
-                for prompt in map(data.__getitem__, range(len(data))):
-                    teacher_of(config, prompt.data_source, prompt.environment)
+            _require_teachers(config, asked, data)
             check_ground_truths(config.rewards, data, tokenizer)
             if conversations is not None:
                 conversations.check(data[i] for i in data.by_roles.values())
@@ -250,6 +250,13 @@ def check_askers(
         require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
     vocabulary.require_all(key, [f"environment {name}" for name in sorted(environments)])
     vocabulary.require_all(key, [f"questions of rewards.judges.{name}" for name in asking])
+
+
+def _require_teachers(config: Config, asked: Collection[str], data: PromptDataset) -> None:
+    """Raise ConfigError for a prompt whose data source and environment no teacher of the run teaches."""
+    if asked and "teacher" not in asked:
+        for prompt in (data[i] for i in range(len(data))):
+            teacher_of(config, prompt.data_source, prompt.environment)
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from megarl.cluster import offloading
 from megarl.config.schema import OptimizerConfig
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
-from megarl.data.prefixes import count_shared, counted_once, family_order
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
 from megarl.train.watch import WeightWatch
@@ -26,6 +25,7 @@ from megarl.types.messages import (
     UpdateRequest,
     UpdateResult,
 )
+from megarl.types.prefixes import count_shared, counted_once, family_order
 from megarl.types.rows import paths_of
 from megarl.weights.dims import Dims
 

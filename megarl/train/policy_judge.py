@@ -11,7 +11,7 @@ from megarl.config.judges import SamplingConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import encode_chats
 from megarl.rewards.llm import JudgeCompletion, Request
-from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan, Wait, begin, collect
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class PolicyCompletions:
     def __init__(
         self,
         source: RolloutSource,
+        wait: Wait,
         tokenizer: "PreTrainedTokenizerBase",
         sampling: SamplingConfig,
         *,
@@ -41,7 +42,7 @@ class PolicyCompletions:
         timeout_s: float,
         enter: Callable[[offloading.Phase], None] = lambda phase: None,
     ) -> None:
-        self._source, self._tokenizer, self._sampling = source, tokenizer, sampling
+        self._source, self._wait, self._tokenizer, self._sampling = source, wait, tokenizer, sampling
         self._decode = response_decoder(tokenizer)
         self._max_tokens, self._run_seed, self._timeout_s, self._enter = max_tokens, run_seed, timeout_s, enter
         self._stop_token_ids, self._numbers = stop_token_ids, itertools.count()
@@ -83,7 +84,7 @@ class PolicyCompletions:
         self._enter(offloading.GENERATE)
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
         begin(self._source, groups)
-        for sample in collect(self._source, groups, timeout_s=self._timeout_s).samples:
+        for sample in collect(self._wait, groups, timeout_s=self._timeout_s).samples:
             tokens = len(sample.prompt_token_ids) + sample.num_response_tokens
             text = self._decode(sample.response_token_ids.tolist())
             asked[sample.uid].set_result(JudgeCompletion(text=text, finish_reason=sample.finish_reason, tokens=tokens))

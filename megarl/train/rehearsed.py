@@ -98,7 +98,11 @@ def try_parts(trial: "Trial", teller: Teller) -> None:
             if not chosen and each.registry in REHEARSALS:
                 value = f"[{name}]" if isinstance(value_of(config, each.registry.key), tuple) else name
                 config = with_overrides(config, [f"{each.registry.key}={value}"])
-            rehearse_part(each.registry, each.entry, made_up(config))
+            rehearse_part(
+                each.registry,
+                each.entry,
+                made_up(config.algo, config.train_preference, num_samples=config.rollout.num_samples),
+            )
 
 
 def try_functions(trial: "Trial", teller: Teller) -> None:
@@ -169,7 +173,7 @@ def _is_reward(value: object) -> bool:
 
 
 def _call_reward(trial: "Trial", teller: Teller, name: str, function: UsersObject) -> None:
-    from megarl.rewards.custom.call import call_function, decode_verdicts
+    from megarl.rewards.custom.call import call_function
     from megarl.rewards.custom.functions import FAILURES
     from megarl.rewards.custom.signatures import signature_of
     from megarl.rewards.question import Question
@@ -186,10 +190,9 @@ def _call_reward(trial: "Trial", teller: Teller, name: str, function: UsersObjec
         )
         for response in ("The answer is 1.", "1", "The answer is 2.", "")
     ]
-    reward = call_function(
+    verdicts = call_function(
         "", "", {}, rows=rows, path=trial.file, name=name, arguments={}, together=together, limit_s=_LIMIT_S
     )
-    verdicts = decode_verdicts(reward)
     if len(given := {verdict.reward and verdict.reward.score for verdict in verdicts}) == 1:
         what = f"is flat: it gave {given.pop()} for right and wrong answers alike; check that it compares them"
         teller.tell(warning=f"{defined(function)}: reward function {name!r} {what}")

@@ -12,7 +12,6 @@ import numpy as np
 from megarl.algos.preference import BradleyTerry
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster.roles import actor_role, reward_role, teacher_roles
-from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.sampler import PromptSampler
@@ -25,7 +24,7 @@ from megarl.record.recorder import RunRecorder
 from megarl.train.export import export_role
 from megarl.train.forward import with_likely_tokens
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
-from megarl.train.supervised_inputs import SupervisedInputs
+from megarl.train.supervised_inputs import Examples, SupervisedInputs
 from megarl.train.teachers import teaching_of
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
@@ -67,8 +66,10 @@ class SupervisedTask:
 class SupervisedTrainer:
     """The trainer of one supervised run on a cluster."""
 
-    def __init__(self, task: SupervisedTask, config: Config, cluster: "Cluster", recorder: RunRecorder) -> None:
-        self.task, self.config, self.cluster, self.recorder = task, config, cluster, recorder
+    def __init__(
+        self, task: SupervisedTask, inputs: SupervisedInputs[Examples], cluster: "Cluster", recorder: RunRecorder
+    ) -> None:
+        self.task, self.config, self.cluster, self.recorder = task, (config := inputs.config), cluster, recorder
         self.state, self.timers = AlgoState(), Timers()
         dims = read_model_spec(task.role.model.path).dims
         self.updater = RoleUpdater(

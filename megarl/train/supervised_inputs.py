@@ -88,7 +88,8 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     config = with_local_models(config)
     spec = open_model(config, for_sft=True)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
+    answers = Answers.of(config.model, config.rollout, tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     read = partial(
         SftDataset,
         tokenizer=tokenizer,
@@ -137,7 +138,8 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     if TokenQuantity.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
-    answers, vocabulary = Answers.of(config, tokenizer), Vocabulary.of(tokenizer, spec.dims.vocab)
+    answers = Answers.of(config.model, config.rollout, tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
     read = partial(
         ResponsePairDataset,
         tokenizer=tokenizer,

@@ -1,6 +1,5 @@
 """Sample with a teacher: it writes demonstrations for some prompts, with which samples of these prompts start."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -8,7 +7,7 @@ from megarl.algos.prefixes import keeps_demonstration, prefix_ratios
 from megarl.config.algo import DemonstrationConfig
 from megarl.data.stop_tokens import StopTokens
 from megarl.rollout.prefixes import plan_prefixes
-from megarl.rollout.source import Doing, Group, RolloutSource, generating
+from megarl.rollout.source import Group, RolloutSource
 from megarl.seeds import sample_seed
 from megarl.train.served_teacher import TeacherWriter
 from megarl.types import Prompt, Sample
@@ -53,9 +52,6 @@ class TaughtSource:
             )
             group.plan = replace(plan, prefixes={**plan.prefixes, **prefixes})
         await self.live.sample(group)
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
-        self.live.wait(work, timeout_s=timeout_s, doing=doing)
 
     def parts(self, groups: Iterable[Group]) -> list[Sample]:
         return self.live.parts(groups)

@@ -11,7 +11,7 @@ from megarl.config.schema import RolloutConfig, ValidationConfig
 from megarl.data.prompts import PromptDataset
 from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
-from megarl.rollout.source import Group, RolloutSource, SamplingPlan, begin, collect
+from megarl.rollout.source import Group, RolloutSource, SamplingPlan, Wait, begin, collect
 from megarl.train.outcome import FAILURES, all_failed_error
 from megarl.types import Prompt, Sample
 from megarl.types.judged import Trouble
@@ -51,6 +51,7 @@ class Validator:
     tokenizer: "PreTrainedTokenizerBase"
     stop_token_ids: tuple[int, ...]
     source: RolloutSource
+    wait: Wait
     rewards: RewardManager
     answers: Callable[[int], Path]
     enter: Callable[[offloading.Phase], None]
@@ -119,7 +120,7 @@ class Validator:
         groups = [Group(prompt=prompt, plan=plan, judging=judging) for prompt in prompts]
         begin(self.source, groups)
         may_stop = 0 < step < self.total_steps
-        batch = collect(self.source, groups, timeout_s=rollout.timeout_s, may_stop=may_stop)
+        batch = collect(self.wait, groups, timeout_s=rollout.timeout_s, may_stop=may_stop)
         judged = self.rewards.finish([judging], batch.samples)
         answers = [
             JudgedAnswer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)

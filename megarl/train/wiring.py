@@ -1,21 +1,20 @@
 """Build the parts of a `Trainer` from a configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.supervisor import EngineSupervisor, WeightSync
+from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.judges import JudgeConfig
-from megarl.config.schema import Config
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.checkpoints import CheckpointManager
 from megarl.record.metrics import Timers
-from megarl.record.performance import PerformanceMeter, StepProfiler
+from megarl.record.performance import PerformanceMeter, StepProfiler, peak_of
 from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import CompletionsOf, open_rewards
 from megarl.rewards.llm import Completions, EndpointCompletions
@@ -23,7 +22,7 @@ from megarl.rewards.manager import RewardManager
 from megarl.rollout.regenerate import RegenerateSource
 from megarl.rollout.replay import ReplaySource, record_path
 from megarl.rollout.scheduler import Scheduler
-from megarl.rollout.source import RolloutSource
+from megarl.rollout.source import RolloutSource, Wait
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.collect import Rollouts
 from megarl.train.forward import ForwardStage
@@ -51,14 +50,12 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     offload, schedule = config.placement.offload, config.rollout.schedule
     pauses = config.placement.mode == "colocated" and config.rollout.source == "vllm" and schedule.staleness > 0
     memory = offloading.MemoryLedger(workers, cluster.engines, enabled=offload, pauses=pauses)
-    supervisor = open_supervisor(config, cluster, memory, cluster.weight_sync)
+    supervisor = cluster.supervisor(config, memory, cluster.weight_sync)
     names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
     live = VllmSource(supervisor, cluster.open_environment_workers(names, config), config.environment)
-    scheduler, source = _open_source(config, supervisor, live)
-    if config.rollout.source == "vllm" and config.algo.demonstrations.source == "teacher":
-        source = _taught(inputs, live)
+    scheduler, source = _open_source(inputs, supervisor, live)
     passes = _passes(inputs, cluster)
-    completions = partial(_completions, inputs, cluster, VllmSource(supervisor), memory)
+    completions = partial(_completions, inputs, cluster, supervisor, memory)
     rewards, validation_rewards = _reward_managers(inputs, passes, memory, completions)
     rollouts = Rollouts(
         algo=config.algo,
@@ -69,6 +66,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         queue=PromptQueue(open_sampler(config, inputs.train)),
         prompts=inputs.train,
         source=source,
+        wait=supervisor.wait,
         rewards=rewards,
         stop_tokens=inputs.answers.stop_tokens,
         record_file=recorder.owned(partial(record_path, paths.records)),
@@ -95,35 +93,32 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         gate=MismatchGate(config.trainer, config.model, config.rollout.engine),
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,
-        validator=_open_validator(inputs, live, validation_rewards, recorder, forward),
+        validator=_open_validator(inputs, live, supervisor.wait, validation_rewards, recorder, forward),
         checkpoints=CheckpointManager(
             paths.checkpoints, config.checkpoint, workers, inputs.roles, recorder.require_owned
         ),
         profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
-        meter=PerformanceMeter(config, inputs.spec.dims, shares_prefixes=shares_prefixes(config.actor)),
+        meter=_meter(inputs),
         timers=timers,
         first_steps=FirstSteps(total_steps=config.trainer.total_steps),
     )
 
 
-def open_supervisor(
-    config: Config, cluster: Cluster, memory: offloading.MemoryLedger, open_sync: Callable[[], WeightSync]
-) -> EngineSupervisor:
-    """Return the supervisor of a cluster's engines. open_sync: returns what brings them their weights."""
-    return EngineSupervisor(
-        cluster.engines,
-        cluster.restart_engine,
-        memory,
-        open_sync,
-        max_restarts=config.rollout.max_engine_restarts,
-        deterministic=config.run.deterministic,
-        verify=config.sync.verify,
+def _meter(inputs: TrainInputs) -> PerformanceMeter:
+    config = inputs.config
+    return PerformanceMeter(
+        inputs.spec.dims,
+        num_ranks=config.actor.layout.world_size,
+        num_epochs=config.trainer.num_epochs,
+        peak_tflops=peak_of(config.logging, config.model.dtype),
+        shares_prefixes=shares_prefixes(config.actor),
     )
 
 
 def _open_validator(
     inputs: TrainInputs,
     source: RolloutSource,
+    wait: Wait,
     rewards: RewardManager,
     recorder: RunRecorder,
     forward: ForwardStage,
@@ -142,6 +137,7 @@ def _open_validator(
         tokenizer=inputs.tokenizer,
         stop_token_ids=inputs.answers.stop_tokens.stop_token_ids,
         source=source,
+        wait=wait,
         rewards=rewards,
         answers=recorder.owned(recorder.paths.validation),
         enter=forward.enter,
@@ -149,22 +145,26 @@ def _open_validator(
     )
 
 
-def _open_source(config: Config, supervisor: EngineSupervisor, live: VllmSource) -> tuple[Scheduler, RolloutSource]:
+def _open_source(
+    inputs: TrainInputs, supervisor: EngineSupervisor, live: VllmSource
+) -> tuple[Scheduler, RolloutSource]:
     """Open the source of the samples to train on, and return it with the scheduler that decides what it samples.
 
     live: the source that samples with the engines.
     """
-    schedule, num_prompts = config.rollout.schedule, config.trainer.prompts_per_step
+    rollout, num_prompts = inputs.config.rollout, inputs.config.trainer.prompts_per_step
+    schedule = rollout.schedule
     scheduler = Scheduler(
         prompts_per_step=num_prompts, staleness=schedule.staleness, window=schedule.window(num_prompts)
     )
-    if config.rollout.source == "vllm":
-        return scheduler, live
-    assert config.rollout.replay_dir is not None, "the configuration was checked"
-    directory = Path(config.rollout.replay_dir)
+    if rollout.source == "vllm":
+        is_taught = inputs.config.algo.demonstrations.source == "teacher"
+        return scheduler, _taught(inputs, live) if is_taught else live
+    assert rollout.replay_dir is not None, "the configuration was checked"
+    directory = Path(rollout.replay_dir)
     # A record has what trained in each step: nothing runs ahead.
     synchronous = Scheduler(prompts_per_step=num_prompts)
-    if config.rollout.source == "replay":
+    if rollout.source == "replay":
         return synchronous, ReplaySource(directory)
     return synchronous, RegenerateSource(directory=directory, engines=supervisor, max_lag=scheduler.max_lag)
 
@@ -243,7 +243,7 @@ def _reward_managers(
 def _completions(
     inputs: TrainInputs,
     cluster: Cluster,
-    source: VllmSource,
+    supervisor: EngineSupervisor,
     memory: offloading.MemoryLedger,
     name: str,
     cfg: JudgeConfig,
@@ -253,7 +253,8 @@ def _completions(
         return EndpointCompletions(cfg, name=name, urls=cluster.judge_urls[cfg.server], api_key=cluster.judge_key)
     rollout = inputs.config.rollout
     return PolicyCompletions(
-        source,
+        VllmSource(supervisor),
+        supervisor.wait,
         inputs.tokenizer,
         cfg.sampling,
         max_tokens=rollout.engine.max_model_tokens or inputs.spec.max_positions,

@@ -23,6 +23,8 @@ from megarl.types.samples import Sample
 
 # The name of the quantity of chosen rows that says by how much they are to be preferred at least.
 MARGIN = "margin"
+# That of the advantages before CPO shaped them, which the record of a step shows.
+BASE_ADVANTAGES = "cpo_base_advantages"
 
 
 class TokenQuantity(StrEnum):

@@ -10,7 +10,7 @@ import megarl.weights.dense_families
 import megarl.weights.expert_families
 import megarl.weights.hybrid_families  # noqa: F401
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object, require_file
+from megarl.host.reading import MODEL_REMEDY, read_object, require_file
 from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
 from megarl.weights.multipliers import MULTIPLIER_KEYS, Multipliers, read_multipliers
@@ -43,7 +43,6 @@ class PlacedRule:
         return pattern.format(layer=self.layer, expert=self.expert)
 
 
-MODEL_REMEDY = "copy the model again"
 # The remedy for quantised weights, by `quant_method`.
 _DEQUANTIZED = {"mxfp4": "write them in bfloat16 with `megarl convert dequantize {directory} --out DIR`, and use DIR"}
 _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")

@@ -12,8 +12,7 @@ from types import MappingProxyType
 import numpy as np
 
 from megarl.errors import ConfigError
-from megarl.host.reading import read_object, reading
-from megarl.weights.families import MODEL_REMEDY
+from megarl.host.reading import MODEL_REMEDY, read_object, reading
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -194,7 +194,7 @@ def open_trainer(config: Config, lengths: Sequence[int], ranks: Sequence[Process
         validator=None,
         checkpoints=cast(Any, None),
         profiler=cast(Any, None),
-        meter=PerformanceMeter(config, spec.dims),
+        meter=PerformanceMeter(spec.dims, num_ranks=1, num_epochs=1, peak_tflops=None),
         timers=timers,
         first_steps=FirstSteps(total_steps=1000),
     )

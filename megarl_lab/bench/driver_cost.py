@@ -114,11 +114,11 @@ def main() -> None:
             Process(name=f"engine {i}", actor=actor.remote()) for i in range(options.engines)
         ]
         engines = locate(begun, timeout_s=TIMEOUT_S)
-        source = VllmSource(Attended(EngineGroup(engines, timeout_s=TIMEOUT_S)))
+        source = VllmSource(attended := Attended(EngineGroup(engines, timeout_s=TIMEOUT_S)))
         cpu_s, began = time.process_time(), time.monotonic()
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
         begin(source, groups)
-        samples = collect(source, groups, timeout_s=TIMEOUT_S).samples
+        samples = collect(attended.wait, groups, timeout_s=TIMEOUT_S).samples
         cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - began
         loop.abandon()
         ray.shutdown()

@@ -105,11 +105,11 @@ def main() -> None:
         config = EnvironmentConfig(entries={"echo": entry}, max_turns=options.turns + 1, hosts=options.hosts)
         spec = WorkerSpec(model_path=directory, chat_template={}, names=("echo",), config=config)
         hosts = EnvironmentWorkers(spec, timeout_s=TIMEOUT_S, trouble=asyncio.Event())
-        source = VllmSource(InstantEngines(hosts), hosts, config)
+        source = VllmSource(engines := InstantEngines(hosts), hosts, config)
         began = time.monotonic()
         groups = [Group(prompt=prompt, plan=plan) for prompt in prompts]
         begin(source, groups)
-        samples = collect(source, groups, timeout_s=TIMEOUT_S).samples
+        samples = collect(engines.wait, groups, timeout_s=TIMEOUT_S).samples
         took_s = time.monotonic() - began
         memory = [psutil.Process(process.location.pid).memory_info().rss / 2**30 for process in hosts.processes]
         hosts.close()

@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.data.prefixes import counted_once
 from megarl.host.device.platform import apply_environment, platform
 from megarl.record.text_table import align
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec
+from megarl.types.prefixes import counted_once
 from megarl_lab.bench.forest import SHAPES, OneRank
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.cluster.roles import by_layout, check_serves
 from megarl.config import from_dict, load_config
 from megarl.config.derived import Derived
-from megarl.config.load import read_saved, read_yaml, saved_config
+from megarl.config.load import read_yaml, saved_config
 from megarl.config.part_settings import use_plugins_of
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
@@ -155,7 +155,7 @@ def is_finished(config: Config) -> bool:
         return False
     require_same_plugins(paths, config.algo.plugins)
     use_plugins_of(config)
-    saved = saved_config(read_saved(paths.config))
+    saved = saved_config(paths.saved_tree())
     # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
     if changes := changed_settings(saved, config):

@@ -10,9 +10,9 @@ import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.hints import HintedPrompt, hinted_rows
-from megarl.data.prefixes import counted_once, held_prefixes
 from megarl.types import ExpertArray, Row
 from megarl.types.forks import Fork
+from megarl.types.prefixes import counted_once, held_prefixes
 from tests.distributed.test_adapters import LR, assert_equals_merged, case_of, merged, write_adapters
 from tests.helpers.adapter_ranks import run_adapters
 from tests.helpers.compare import assert_within

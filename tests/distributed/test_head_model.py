@@ -13,7 +13,6 @@ from megarl.algos.build import build_algorithm
 from megarl.config.schema import HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
 from megarl.types.messages import ForwardResult, UpdateRequest, UpdateResult
-from megarl.weights.safetensors_map import dtype_of
 from tests.helpers import head_ranks
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
 from tests.helpers.compare import assert_within
@@ -107,7 +106,7 @@ def dense_steps(replay: Replay, dtype: Dtype) -> list[DenseStep]:
     first = trainer.step(replay.rows, LEARNING_RATES[0])
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter.copy_(parameter.to(dtype_of(dtype)))
+            parameter.copy_(parameter.to(getattr(torch, dtype)))
     return [first, trainer.step(replay.rows, LEARNING_RATES[0])]
 
 

@@ -97,5 +97,5 @@ def converse(
     with running(engine) as started:
         world = _World(engine=started, host=EnvironmentWorker(host), host_loop=host_loop)
         source = VllmSource(world, world, host.config)
-        rollout = collect(source, begin_groups(source, prompts, plan), timeout_s=200.0)
+        rollout = collect(world.wait, begin_groups(source, prompts, plan), timeout_s=200.0)
     return Outcome(samples=rollout.samples, returned=world.returned)

@@ -87,7 +87,7 @@ def run(_: RankContext, model: str, critic: str, directory: str) -> Report:
     config = small_config(
         Path(model), "use.algo=ppo", "algo.kl.where=loss", *LAYOUTS, *learning, f"critic.model_path={critic}"
     )
-    roles = roles_of(config, algorithm_of(config))
+    roles = roles_of(config, algorithm_of(config).requires())
     shared = [replace(role, settings=replace(role.settings, layout=config.actor.layout)) for role in roles]
     checkpoint, export = Path(directory) / "checkpoint", Path(directory) / "export"
     checkpoint.mkdir()
@@ -123,7 +123,7 @@ def run(_: RankContext, model: str, critic: str, directory: str) -> Report:
 
 def _refusal(cluster: Cluster, config: object) -> str:
     try:
-        cluster.check_serves(config, roles_of(config, algorithm_of(config)))  # type: ignore[arg-type]
+        cluster.check_serves(config, roles_of(config, algorithm_of(config).requires()))  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error)
     return ""

@@ -67,7 +67,7 @@ def run(_: RankContext, model: str, directory: str) -> Stolen:
     ):
         group = cluster.engines
         assert isinstance(group.router, routing.ByLoad)
-        source = VllmSource(UnattendedEngines(group))
+        source = VllmSource(engines := UnattendedEngines(group))
         # On a busy machine the long ones may be done before the idle engine is seen to be idle.
         for seed in range(10):
             before, (short, long) = group.num_moved, random_prompts([8, 8], seed=seed)
@@ -75,7 +75,7 @@ def run(_: RankContext, model: str, directory: str) -> Stolen:
                 *begin_groups(source, [short], plan(2, 2)),
                 *begin_groups(source, [long], plan(6, MAX_TOKENS)),
             ]
-            samples = list(collect(source, groups, timeout_s=120.0).samples)
+            samples = list(collect(engines.wait, groups, timeout_s=120.0).samples)
             if group.num_moved > before:
                 break
         sequences = [[*s.prompt_token_ids.tolist(), *s.response_token_ids.tolist()] for s in samples]

@@ -20,7 +20,7 @@ from megarl.config.generation import Sampling
 from megarl.config.schema import Config
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import Doing, Group, SamplingPlan, collect
+from megarl.rollout.source import Doing, Group, SamplingPlan, collect, generating
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.passes import RolePasses, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row, Sample
@@ -152,12 +152,13 @@ class Policy:
             max_response_tokens=max_tokens,
             run_seed=0,
         )
-        source, first = VllmSource(UnattendedEngines(self.cluster.engines)), First()
+        engines, first = UnattendedEngines(self.cluster.engines), First()
+        source = VllmSource(engines)
         groups = begin_groups(source, prompts, plan, judging=first)
         if at_first is not None:
-            source.wait(loop.spawn(first.wait()), timeout_s=60.0)
+            engines.wait(loop.spawn(first.wait()), timeout_s=60.0, doing=generating)
             at_first(source, groups)
-        return collect(source, groups, timeout_s=60.0)
+        return collect(engines.wait, groups, timeout_s=60.0)
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""

@@ -68,8 +68,8 @@ def test_stop_strings_and_tokens_end_responses(cluster: Cluster) -> None:
         plan = SamplingPlan(
             step=1, num_samples=4, sampling=Sampling(temperature=1.0, **ends), max_response_tokens=48, run_seed=3
         )
-        source = VllmSource(UnattendedEngines(cluster.engines))
-        batch = collect(source, begin_groups(source, prompts, plan), timeout_s=60.0)
+        source = VllmSource(engines := UnattendedEngines(cluster.engines))
+        batch = collect(engines.wait, begin_groups(source, prompts, plan), timeout_s=60.0)
         return [sample.response_token_ids.tolist() for sample in batch.samples]
 
     free = sample()

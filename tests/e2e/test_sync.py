@@ -207,9 +207,9 @@ def test_unfinished_samples_are_looked_at_and_go_on(policy: Policy) -> None:
         if all((sample.uid, sample.sample_index) != (p.uid, p.sample_index) for p in seen)
     ]
     plan = SamplingPlan(step=3, num_samples=4, sampling=Sampling(temperature=1.0), max_response_tokens=176, run_seed=0)
-    source = VllmSource(UnattendedEngines(policy.cluster.engines))
+    source = VllmSource(engines := UnattendedEngines(policy.cluster.engines))
     groups = begin_groups(source, prompts, plan, begun=[*seen, *finished])
-    resumed = collect(source, groups, timeout_s=60.0).samples
+    resumed = collect(engines.wait, groups, timeout_s=60.0).samples
     parts = {(part.uid, part.sample_index): part for part in seen}
     for sample in resumed:
         if part := parts.get((sample.uid, sample.sample_index)):

@@ -5,7 +5,6 @@
 
 from megarl.algos.cpo.difficulty import difficulty_metrics, group_difficulty
 from megarl.algos.cpo.inputs import (
-    BASE_ADVANTAGES,
     DIFFICULTY,
     EXCLUDED,
     LOSS_QUANTITIES,
@@ -19,7 +18,6 @@ from megarl.algos.cpo.shaping import required_quantities, shape_advantages, shap
 from megarl.algos.cpo.validate import check_cpo
 
 __all__ = [
-    "BASE_ADVANTAGES",
     "DIFFICULTY",
     "EXCLUDED",
     "LOSS_QUANTITIES",

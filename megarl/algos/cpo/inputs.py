@@ -23,8 +23,6 @@ PerRow: TypeAlias = Literal["correct", "difficulty"]
 CORRECT, DIFFICULTY, EXCLUDED = "cpo_correct", "cpo_difficulty", "cpo_excluded"
 # The trainer's log-probs have a name of their own, because a correction may make the engine's the `old_logprobs`.
 OLD = "cpo_old_logprobs"
-# The advantages before shaping, which the record of a step shows.
-BASE_ADVANTAGES = "cpo_base_advantages"
 
 # All names that `loss_quantities` may return.
 LOSS_QUANTITIES: frozenset[str] = frozenset(

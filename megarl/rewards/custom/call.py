@@ -6,7 +6,7 @@ import json
 import math
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.host.user_code import line_of
@@ -21,7 +21,6 @@ from megarl.types import Reward
 MAX_REASON_CHARS = 500
 # Bound on the notes of all rows of a call together: a worker's reply may not exceed a mebibyte.
 _MAX_NOTES_CHARS = 400_000
-VERDICTS = "verdicts"
 # How often calls that are under way are looked at.
 _SLICE_S = 0.1
 
@@ -37,8 +36,8 @@ def call_function(
     arguments: Mapping[str, object],
     together: bool,
     limit_s: float = math.inf,
-) -> Reward:
-    """Ask a function of a user's file about `rows`, and return its verdicts in the notes of a reward.
+) -> list[Verdict]:
+    """Ask a function of a user's file about `rows`, and return its verdicts on them.
 
     Workers of the verifier pool import this function by name. Its first three arguments are those that every scorer
     has; they are empty. together: call the function once with lists of all rows, rather than once for each row. Calls
@@ -55,15 +54,7 @@ def call_function(
         verdicts += _verdicts(signature, result, len(call), printed[0], where=(file, function))
     num_notes = sum(len(each.reward.notes) for each in verdicts if each.reward is not None)
     limit = _MAX_NOTES_CHARS // max(num_notes, 1)
-    return Reward(score=0.0, correct=False, notes={VERDICTS: [_encoded(each, limit) for each in verdicts]})
-
-
-def decode_verdicts(reward: Reward) -> list[Verdict]:
-    """Return the verdicts that `call_function` put into a reward."""
-    return [
-        Verdict(**{**each, "reward": None if each["reward"] is None else Reward.from_json(each["reward"])})
-        for each in reward.notes[VERDICTS]
-    ]
+    return [_bounded(each, limit) for each in verdicts]
 
 
 class _LateError(Exception):
@@ -162,14 +153,13 @@ def _verdict(reward: Reward | None) -> Verdict:
     return Verdict(reward=reward, outcome="correct" if reward.correct else "wrong")
 
 
-def _encoded(verdict: Verdict, max_note_chars: int) -> dict[str, object]:
-    """Return a verdict as JSON values, with notes that are too long as shortened text."""
-    fields = asdict(verdict)
-    if verdict.reward is not None:
-        texts = {name: json.dumps(value) for name, value in verdict.reward.notes.items()}
-        fields["reward"]["notes"] = {
-            name: verdict.reward.notes[name] if len(text) <= max_note_chars else text[:max_note_chars]
-            for name, text in texts.items()
-        }
-        fields["reward"]["details"] = dict(verdict.reward.details)
-    return fields
+def _bounded(verdict: Verdict, max_note_chars: int) -> Verdict:
+    """Return a verdict with the notes that are too long as shortened text."""
+    if verdict.reward is None:
+        return verdict
+    texts = {name: json.dumps(value) for name, value in verdict.reward.notes.items()}
+    notes = {
+        name: verdict.reward.notes[name] if len(text) <= max_note_chars else text[:max_note_chars]
+        for name, text in texts.items()
+    }
+    return replace(verdict, reward=replace(verdict.reward, notes=notes, details=dict(verdict.reward.details)))

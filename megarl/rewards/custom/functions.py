@@ -12,7 +12,7 @@ from typing import TypeAlias
 from megarl.config.rewards import FunctionConfig, RewardsConfig
 from megarl.errors import RunError
 from megarl.host.child_environment import child_environment
-from megarl.rewards.custom.call import call_function, decode_verdicts, is_async
+from megarl.rewards.custom.call import call_function, is_async
 from megarl.rewards.custom.load import RewardFunction, load_function
 from megarl.rewards.custom.signatures import IDS, signature_of
 from megarl.rewards.question import Question, Verdict
@@ -155,7 +155,7 @@ class CustomFunctions:
         opinions: dict[str, dict[Question, Verdict]] = {name: {} for name in self.functions}
         again: list[CustomCall] = []
         for name, rows, pending in calls:
-            if len(rows) > 1 and self.per[name] == "row" and pending.result().reward is None:
+            if len(rows) > 1 and self.per[name] == "row" and not pending.result().verdicts:
                 # One of these calls has stopped the process in which all were under way.
                 again += [(name, [row], self.ask(name, [row])) for row in rows]
             else:
@@ -236,6 +236,6 @@ class CustomSession:
 
 def _verdicts(result: JobResult, num_rows: int) -> list[Verdict]:
     """Return the verdicts of a call; if it was killed or its process ended, there are none on any of its rows."""
-    if result.reward is None:
+    if not result.verdicts:
         return [Verdict(reward=None, outcome=result.outcome, seconds=result.seconds, reason=result.reason)] * num_rows
-    return [replace(each, seconds=result.seconds / num_rows) for each in decode_verdicts(result.reward)]
+    return [replace(each, seconds=result.seconds / num_rows) for each in result.verdicts]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
+from megarl.rewards.question import Verdict
 from megarl.rewards.verifier.types import JobOutcome
 from megarl.types import Reward
 
@@ -48,12 +49,13 @@ class WorkerReply:
 
     It is sent as JSON, not as a pickle, because workers process untrusted text from models.
 
-    `error` names one of `ERRORS`; without one, `outcome` and, if the scorer gave one, `reward` are set. is_last: the
-    worker must get no other job.
+    `error` names one of `ERRORS`; without one, `outcome` and, if the scorer gave them, `reward` or `verdicts` are set.
+    is_last: the worker must get no other job.
     """
 
     outcome: JobOutcome = "crashed"
     reward: Reward | None = None
+    verdicts: tuple[Verdict, ...] = ()
     error: str = ""
     reason: str = ""
     resident_mib: float = 0.0
@@ -65,7 +67,8 @@ class WorkerReply:
         try:
             fields = json.loads(message)
             reward = fields.pop("reward")
-            reply = cls(reward=None if reward is None else Reward.from_json(reward), **fields)
+            verdicts = tuple(map(Verdict.from_json, fields.pop("verdicts", ())))
+            reply = cls(reward=None if reward is None else Reward.from_json(reward), verdicts=verdicts, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the worker process sent what is not a reply: {message[:80]!r}") from error
         if reply.outcome not in get_args(JobOutcome) or reply.error not in ("", *ERRORS):

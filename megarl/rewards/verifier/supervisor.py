@@ -126,7 +126,13 @@ class Supervisor:
                         job.future.set_exception(ERRORS[reply.error](reply.reason))
                     continue
                 seconds = awake_s() - worker.since
-                result = JobResult(reward=reply.reward, outcome=reply.outcome, seconds=seconds, reason=reply.reason)
+                result = JobResult(
+                    reward=reply.reward,
+                    outcome=reply.outcome,
+                    seconds=seconds,
+                    reason=reply.reason,
+                    verdicts=reply.verdicts,
+                )
                 # An interruption can leave a library's globals inconsistent, and later jobs might be judged wrongly.
                 is_sound = reply.outcome not in ("timed_out", "crashed") and not reply.is_last
                 self._finish(worker, result, keep=is_sound and reply.resident_mib <= self._options.recycle_mib)
@@ -157,8 +163,7 @@ class Supervisor:
         if job is not None:
             name: str = result.outcome
             if result.outcome == "scored":
-                assert result.reward is not None
-                name = "correct" if result.reward.correct else "wrong"
+                name = "correct" if result.reward is not None and result.reward.correct else "wrong"
             counts = replace(
                 counts,
                 **{name: getattr(counts, name) + 1},

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from megarl.rewards.question import Verdict
 from megarl.types import Reward
 
 JobOutcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"]
@@ -56,8 +57,8 @@ class VerifierJob:
     """A response to be judged by the scorer call `function(response, ground_truth, extra_info, **arguments)`.
 
     `function` is "module:function" or "path/file.py:function"; workers import it, so a new scorer needs no change of
-    the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. Its arguments must be
-    picklable. `data_source` is for messages. `deadline_s` replaces that of the pool's options.
+    the pool. It returns a `Reward` or `Verdict`s, and may raise `DataError` for a malformed ground truth. Its arguments
+    must be picklable. `data_source` is for messages. `deadline_s` replaces that of the pool's options.
     """
 
     data_source: str
@@ -74,13 +75,15 @@ class JobResult:
     """The result of a job, and the seconds that its execution took.
 
     `reward` is the scorer's reward if the outcome is "scored" (right or wrong: `reward.correct`) or "parse_failed" (its
-    detail `parse_failed` is not 0). If there is none, `reason` says why in one line.
+    detail `parse_failed` is not 0), and `verdicts` are those of a function that was asked about several rows. If there
+    is neither, `reason` says why in one line.
     """
 
     reward: Reward | None
     outcome: JobOutcome
     seconds: float
     reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megarl.errors import ConfigError, NonFiniteError
+from megarl.rewards.question import Verdict
 from megarl.rewards.scorers import PARSE_FAILED
 from megarl.rewards.verifier.messages import ERRORS, READY, STARTED, WorkerReply, read_message, write_message
 from megarl.rewards.verifier.types import VerifierOptions
@@ -108,6 +109,8 @@ def _reply_of(result: object, function: str) -> WorkerReply:
     """Turn a scorer's return value into a reply; raise ConfigError or NonFiniteError if the value is not a valid
     reward.
     """
+    if isinstance(result, list) and all(isinstance(each, Verdict) for each in result):
+        return WorkerReply(outcome="scored", verdicts=tuple(result))
     if not isinstance(result, Reward):
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
     # JSON cannot represent NumPy's numbers.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.config import load_config
 from megarl.config.check import check_eval
 from megarl.config.check_model import check_model
-from megarl.config.load import read_saved, saved_config, with_overrides
+from megarl.config.load import saved_config, with_overrides
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
 from megarl.config.setting import needing_trust
 from megarl.data.answers import Answers
@@ -116,7 +116,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
                 f"{adapter}: has {VALUE_HEAD}, so it is a reward model's or critic's; evaluate a policy's"
             )
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    stop_tokens = Answers.of(config, tokenizer).stop_tokens
+    stop_tokens = Answers.of(config.model, config.rollout, tokenizer).stop_tokens
     config = replace(config, rollout=replace(config.rollout, stop_token_ids=stop_tokens.stop_token_ids))
     vocabulary = Vocabulary.of(tokenizer, num_rows, "MODEL")
     data = PromptDataset(
@@ -167,7 +167,7 @@ def _find_model(request: EvalRequest) -> tuple[Config, Checkpoint | None, Path |
         return replace(config, model=replace(config.model, path=str(path))), None, request.adapter
     run = RunPaths(path)
     if (export := exported(run)) is not None and run.config.is_file():
-        own = saved_config(read_saved(run.config))
+        own = saved_config(run.saved_tree())
         config, adapter, model = given or _trusted(own, request), request.adapter, str(export)
         if export == run.export_adapter:
             if adapter is not None:

@@ -14,7 +14,7 @@ import torch
 from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import load_config
-from megarl.config.batches import max_hinted_prompt_tokens
+from megarl.config.batches import max_hinted_row_tokens
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, token_texts
@@ -75,7 +75,8 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     prompts = PromptDataset(train_files(config.data.train), tokenizer, config.data, cpo=config.algo.cpo)
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
-    placer = open_hints(config.algo, config.environment, tokenizer, max_hinted_prompt_tokens(config, positions)).placer
+    room = max_hinted_row_tokens(config, positions) - config.rollout.max_response_tokens
+    placer = open_hints(config.algo, config.environment, tokenizer, room).placer
     survey = survey_hints(placer, (prompts[i] for i in range(len(prompts))))
     placed = ((prompt, placer.place(prompt)) for prompt in (prompts[i] for i in range(len(prompts))))
     chosen = list(islice(((prompt, hinted) for prompt, hinted in placed if not hinted.missing), request.num_prompts))
@@ -134,7 +135,7 @@ def _with_signal(
         config.model.path, dtype=getattr(torch, config.model.dtype), trust_remote_code=False, use_safetensors=True
     )
     model = model.to(platform().device()).eval()
-    encoder = Answers.of(config, tokenizer)
+    encoder = Answers.of(config.model, config.rollout, tokenizer)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     if request.answers == "sampled":
         samples = _sample(model, config, encoder.stop_tokens.stop_token_ids, prompts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster import offloading
 from megarl.cluster.roles import actor_role
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
-from megarl.config.schema import Config
+from megarl.config.generation import RolloutConfig
 from megarl.convert.engine import ConvertSettings, partial_dir
 from megarl.convert.merge import merge
 from megarl.host.directory_lock import DirectoryLock
@@ -28,13 +28,12 @@ from megarl.rewards.build import open_rewards
 from megarl.rewards.judge import Judged
 from megarl.rewards.manager import Judging, RewardManager
 from megarl.rewards.routes import without_training
-from megarl.rollout.source import Group, SamplingPlan, begin, collect
+from megarl.rollout.source import Group, SamplingPlan, Wait, begin, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.run.evaluation.output import results_lines, write_results
 from megarl.run.start import starting
 from megarl.train.outcome import FAILURES, all_failed_error
-from megarl.train.wiring import open_supervisor
 from megarl.types import Prompt, RolloutBatch
 from megarl.types.judged import Trouble
 from megarl.types.messages import LoadRequest
@@ -131,7 +130,7 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
         ledger.add(offloading.built_parts([role]))
         cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
         open_sync, version = cluster.weight_sync, checkpoint.state.step
-    supervisor = open_supervisor(config, cluster, ledger, open_sync)
+    supervisor = cluster.supervisor(config, ledger, open_sync)
     supervisor.push(version)
     # Its buffers are needed again only if an engine dies.
     supervisor.close()
@@ -161,7 +160,9 @@ def _answers(
     ):
         hosts = cluster.open_environment_workers({prompt.environment for prompt in prompts} - {""}, config)
         source = VllmSource(supervisor, hosts, config.environment)
-        for greedy, batch, judged in _batches(config, prompts, source, rewards):
+        for greedy, batch, judged in _batches(
+            config.rollout, config.run.seed, prompts, source, supervisor.wait, rewards
+        ):
             supervisor.restart_dead_engines()
             troubles = {id(each.item.sample): each for each in reversed(judged.troubles) if each.outcome in FAILURES}
             for sample, reward in zip(batch.samples, judged.rewards, strict=True):
@@ -180,16 +181,28 @@ def _answers(
 
 
 def _batches(
-    config: Config, prompts: Sequence[Prompt], source: VllmSource, rewards: RewardManager
+    rollout: RolloutConfig,
+    run_seed: int,
+    prompts: Sequence[Prompt],
+    source: VllmSource,
+    wait: Wait,
+    rewards: RewardManager,
 ) -> Iterator[tuple[bool, RolloutBatch, Judged]]:
     """Yield batches of whole groups: whether a batch is greedy, its samples, and their verdicts.
 
     While one batch is collected, the next one is already with the engines, so that they are never idle.
     """
-    engine = config.rollout.engine
-    num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
+    num_requests = REQUESTS_PER_SLOT * rollout.engine.max_num_seqs * rollout.engine.num_engines
+    sampling = rollout.sampling(rollout.stop_token_ids)
+    sampled = SamplingPlan(
+        step=0,
+        num_samples=rollout.num_samples,
+        sampling=sampling,
+        max_response_tokens=rollout.max_response_tokens,
+        run_seed=run_seed,
+    )
     pending: deque[tuple[list[Group], Judging]] = deque()
-    for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):
+    for plan in (replace(sampled, num_samples=1, sampling=sampling.greedy()), sampled):
         size = max(1, num_requests // plan.num_samples)
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
@@ -198,25 +211,13 @@ def _batches(
             begin(source, groups)
             pending.append((groups, judging))
             if len(pending) > 1:
-                yield _collected(source, rewards, *pending.popleft(), config)
+                yield _collected(wait, rewards, *pending.popleft(), rollout.timeout_s)
     while pending:
-        yield _collected(source, rewards, *pending.popleft(), config)
+        yield _collected(wait, rewards, *pending.popleft(), rollout.timeout_s)
 
 
 def _collected(
-    source: VllmSource, rewards: RewardManager, groups: Sequence[Group], judging: Judging, config: Config
+    wait: Wait, rewards: RewardManager, groups: Sequence[Group], judging: Judging, timeout_s: float
 ) -> tuple[bool, RolloutBatch, Judged]:
-    rollout = collect(source, groups, timeout_s=config.rollout.timeout_s)
+    rollout = collect(wait, groups, timeout_s=timeout_s)
     return groups[0].plan.sampling.temperature == 0.0, rollout, rewards.finish([judging], rollout.samples)
-
-
-def _plan(config: Config, *, greedy: bool) -> SamplingPlan:
-    rollout = config.rollout
-    sampling = rollout.sampling(rollout.stop_token_ids)
-    return SamplingPlan(
-        step=0,
-        num_samples=1 if greedy else rollout.num_samples,
-        sampling=sampling.greedy() if greedy else sampling,
-        max_response_tokens=rollout.max_response_tokens,
-        run_seed=config.run.seed,
-    )

@@ -12,7 +12,7 @@ from megarl.algos.corrections import CORRECTIONS, CorrectionRule
 from megarl.algos.filters import GROUP_FILTERS, GroupFilter
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossTerms
 from megarl.algos.preference import PREFERENCE_LOSSES, PairLosses, PreferenceLoss
-from megarl.algos.rehearsal import REHEARSALS, made_up, rehearse_part
+from megarl.algos.rehearsal import REHEARSALS, Material, made_up, rehearse_part
 from megarl.algos.shaping import ADVANTAGE_SHAPERS, AdvantageShaper
 from megarl.config.load import with_overrides
 from megarl.config.schema import Config
@@ -70,11 +70,15 @@ MISTAKES = {
 }
 
 
+def material_of(config: Config) -> Material:
+    return made_up(config.algo, config.train_preference, num_samples=config.rollout.num_samples)
+
+
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_found(case: str) -> None:
     registry, entry, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
-        rehearse_part(registry, entry, made_up(CONFIG))
+        rehearse_part(registry, entry, material_of(CONFIG))
 
 
 PARTS = [(registry, name) for registry in REHEARSALS for name in registry]
@@ -87,4 +91,4 @@ def test_megarls_own_parts_pass(registry: FunctionRegistry[Any, Any], name: str)
     config = with_overrides(CONFIG, [settings[name]] if name in settings else [])
     if registry.key != "algo.filter.names":
         config = with_overrides(config, [] if registry is ADVANTAGE_SHAPERS else [f"{registry.key}={name}"])
-    assert rehearse_part(registry, registry.get(name), made_up(config))
+    assert rehearse_part(registry, registry.get(name), material_of(config))

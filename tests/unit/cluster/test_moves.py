@@ -143,7 +143,7 @@ PROMPTS = [Prompt(uid="a", token_ids=(1, 2), data_source="d", ground_truth="1")]
 def begin(run: Run, plan: SamplingPlan) -> Callable[[], list[Sample]]:
     groups = begin_groups(run.source, PROMPTS, plan)
     run.turn()
-    return lambda: list(collect(run.source, groups, timeout_s=1.0).samples)
+    return lambda: list(collect(run.wait, groups, timeout_s=1.0).samples)
 
 
 def tokens(sample: Sample) -> list[list[int]]:

@@ -38,8 +38,17 @@ def plan(
         "rollout": {"engine": dict(engine or {})},
         "placement": dict(placement or {}),
     }
-    config = from_dict(Config, tree)
-    return plan_placement(config, device, with_engines=with_engines, other_layouts=other_layouts)
+    return placed_as(from_dict(Config, tree), device, with_engines=with_engines, other_layouts=other_layouts)
+
+
+def placed_as(config: Config, device: Mapping[str, float], **given: Any) -> PlacementPlan:
+    return plan_placement(
+        config.placement,
+        config.rollout.engine,
+        config.actor.layout.world_size,
+        device,
+        **{"with_engines": True} | given,
+    )
 
 
 def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
@@ -56,15 +65,15 @@ def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
 
 def test_colocated_engines_take_the_ranks_that_they_are_given() -> None:
     config = from_dict(Config, {"actor": {"layout": {"dp": 4}}, "rollout": {"engine": {"num_engines": 2, "tp": 2}}})
-    placed = plan_placement(config, GPU_DEVICE, with_engines=True, engine_ranks=[(0, 2), (1, 3)])
+    placed = placed_as(config, GPU_DEVICE, engine_ranks=[(0, 2), (1, 3)])
     assert [(slot.bundle, slot.shares) for slot in placed.engines] == [(0, (0, 2)), (1, (1, 3))]
 
 
 def test_servers_of_judges_have_devices_of_their_own() -> None:
     server = {"model": "m", "replicas": 4, "tp": 2, "num_nodes": 2}
     config = from_dict(Config, {"rewards": {"judge_servers": {"big": server}}})
-    plain = plan_placement(config, GPU_DEVICE, with_engines=True)
-    placed = with_judge_servers(plain, config, GPU_DEVICE)
+    plain = placed_as(config, GPU_DEVICE)
+    placed = with_judge_servers(plain, config.rewards.judge_servers, GPU_DEVICE)
     group = NodeGroup(num_nodes=2, bundles_per_node=2, bundle={"CPU": 2.0, "GPU": 2.0})
     assert placed.groups == {**plain.groups, "judge server big": group}
     assert placed.judges == {
@@ -82,7 +91,7 @@ def test_engines_alone() -> None:
             "placement": {"mode": "split", "engines": {"num_nodes": 2}},
         },
     )
-    placed = plan_placement(config, GPU_DEVICE, with_engines=True, with_trainer=False)
+    placed = placed_as(config, GPU_DEVICE, with_trainer=False)
     assert placed == PlacementPlan(
         groups={"engines": NodeGroup(num_nodes=2, bundles_per_node=1, bundle={"CPU": 2.0, "GPU": 2.0})},
         ranks=(),

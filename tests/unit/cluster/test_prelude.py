@@ -5,8 +5,8 @@ import sys
 
 PROGRAM = """
 from megarl.cluster.prelude import Prelude
-from megarl.config.schema import Config
-Prelude(Config())
+from megarl.config.schema import ClusterConfig, RunConfig
+Prelude(ClusterConfig(), RunConfig())
 """
 
 

@@ -6,23 +6,12 @@ from typing import Any
 from megarl.cluster.roles import actor_role, by_layout, reward_role, roles_of
 from megarl.config import Config, from_dict
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.types import Algorithm, TokenQuantity
+from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 
 
-class Requires:
-    """An algorithm that asks for quantities; nothing else of it is used."""
-
-    def __init__(self, *quantities: TokenQuantity) -> None:
-        self._quantities = frozenset(quantities)
-
-    def requires(self) -> frozenset[TokenQuantity]:
-        return self._quantities
-
-
 def roles(tree: Mapping[str, Any], *quantities: TokenQuantity) -> dict[Role, RoleSpec]:
-    algorithm: Algorithm = Requires(*quantities)  # type: ignore[assignment]
-    return {role.role: role for role in roles_of(from_dict(Config, {"model": {"path": "m"}, **tree}), algorithm)}
+    return {role.role: role for role in roles_of(from_dict(Config, {"model": {"path": "m"}, **tree}), quantities)}
 
 
 def test_an_algorithm_gets_the_roles_whose_quantities_it_reads() -> None:

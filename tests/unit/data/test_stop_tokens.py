@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.generation import RolloutConfig
 from megarl.config.models import ModelConfig
-from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.stop_tokens import StopTokens, answer_form, declared_stop_tokens, stop_tokens_of
 from megarl.errors import ConfigError
@@ -246,7 +245,7 @@ def test_engines_stop_at_the_ends_of_both_files(
         (tmp_path / name).write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").touch()
     rollout = RolloutConfig(stop_token_ids=(9,))
-    answers = Answers.of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout), make_byte_tokenizer())
+    answers = Answers.of(ModelConfig(path=str(tmp_path)), rollout, make_byte_tokenizer())
     assert answers.stop_tokens.stop_token_ids == (2, *expected, 9)
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from megarl.config.load import dump, load_config
 from megarl.errors import DataError
-from megarl.forecast.calibrate import calibrate, planned_seconds
+from megarl.forecast.calibrate import calibrate
 from megarl.forecast.search import find_layouts
+from megarl.forecast.step import planned_step
 from tests.unit.forecast.test_plan_layouts import run_file, search_for
 
 # Means of the steps that count: 30 s of generation, 12 + 3 of training, 2 of sync, and 5 between them.
@@ -35,7 +36,7 @@ def test_the_forecast_of_a_recorded_run_is_what_it_took(tmp_path: Path) -> None:
     timeline = recorded(tmp_path, 4)
     assert calibrate(timeline) == calibrate(tmp_path)
     assert calibrate(timeline).mean_share == 1024 / 4096
-    seconds = planned_seconds(load_config(tmp_path / "run.yaml"), 80 << 30, calibration=timeline)
+    seconds = planned_step(load_config(tmp_path / "run.yaml"), constants=calibrate(timeline)).seconds
     expected = {"generate": 30.0, "train": 15.0, "sync": 2.0, "fixed": 5.0, "total": 52.0}
     assert seconds == pytest.approx(expected)
 
@@ -48,7 +49,7 @@ def test_twice_the_rows_take_twice_the_updates(tmp_path: Path) -> None:
         prompts_per_step=2 * config.trainer.prompts_per_step,
         mini_batch_prompts=2 * config.trainer.mini_batch_prompts,
     )
-    seconds = planned_seconds(replace(config, trainer=trainer), 80 << 30, calibration=timeline)
+    seconds = planned_step(replace(config, trainer=trainer), constants=calibrate(timeline)).seconds
     assert seconds["train"] == pytest.approx(30.0, rel=0.05)
     assert seconds["fixed"] == pytest.approx(5.0)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.models import MoeConfig
+from megarl.config.schema import LayoutConfig
 from megarl.plan import derive
 from megarl.plan.derive import moe_kernels
 from megarl.plan.memory import layer_activation_bytes
@@ -80,12 +81,12 @@ def test_kernels_for_experts_are_derived(monkeypatch: pytest.MonkeyPatch, small_
     experts = small_experts.dims.experts
     assert experts is not None
     routing = Routing(num_groups=2, groups_per_token=1, group_rating=1, scale=1.0, biased=False)
-    used = {each.key: each.value for each in moe_kernels(Config(), experts)}
+    used = {each.key: each.value for each in moe_kernels(MoeConfig(), experts)}
     assert used == {"actor.moe.fuse_permute": True, "actor.moe.fuse_router": True}
-    permute, router = moe_kernels(Config(), replace(experts, routing=routing))
+    permute, router = moe_kernels(MoeConfig(), replace(experts, routing=routing))
     assert (permute.value, router.value) == (True, False)
     assert "the model has n_group=2" in router.reason
-    assert list(moe_kernels(Config(), None)) == []
+    assert list(moe_kernels(MoeConfig(), None)) == []
 
 
 def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

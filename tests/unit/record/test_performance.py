@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.config.schema import ActorConfig, Config, LayoutConfig, LoggingConfig, ModelConfig, TrainerConfig
+from megarl.config.schema import ActorConfig, LoggingConfig
 from megarl.host.device.accelerators import Device
 from megarl.host.device.platform import CpuPlatform
 from megarl.parallel.backend import shares_prefixes
 from megarl.record import performance
-from megarl.record.performance import PerformanceMeter, forward_flops, token_times, update_flops
+from megarl.record.performance import PerformanceMeter, forward_flops, peak_of, token_times, update_flops
 from megarl.types import Row
 from megarl.weights.dims import DeltaNet, Dims, Experts, LatentAttention
 
@@ -92,28 +92,21 @@ def test_shared_prefixes_count_once() -> None:
     assert update_flops(DIMS, rows, shares_prefixes=True) == expected
     # On CPUs, the meter counts so, unless the settings say otherwise.
     sharing, apart = (
-        PerformanceMeter(config(), DIMS, shares_prefixes=shares_prefixes(ActorConfig(share_prefixes=shares))).metrics(
-            rows, update_s=1.0
-        )
+        meter(shares_prefixes=shares_prefixes(ActorConfig(share_prefixes=shares))).metrics(rows, update_s=1.0)
         for shares in (None, False)
     )
     ratio = sharing["perf/tflops_per_rank"] / apart["perf/tflops_per_rank"]
     assert ratio == pytest.approx(expected / update_flops(DIMS, rows))
 
 
-def config(dtype: str = "bfloat16", **logging: float) -> Config:
-    return replace(
-        Config(),
-        model=replace(ModelConfig(), dtype=dtype),
-        actor=ActorConfig(layout=LayoutConfig(tp=2, dp=2)),
-        trainer=TrainerConfig(num_epochs=3),
-        logging=LoggingConfig(**logging),
-    )
+def meter(dtype: str = "bfloat16", *, shares_prefixes: bool = False, **logging: float) -> PerformanceMeter:
+    peak = peak_of(LoggingConfig(**logging), dtype)
+    return PerformanceMeter(DIMS, num_ranks=4, num_epochs=3, peak_tflops=peak, shares_prefixes=shares_prefixes)
 
 
 def test_metrics_per_rank_and_over_epochs() -> None:
     rows = [row(3, [True, True])]
-    measured = PerformanceMeter(config(peak_tflops=2e-6), DIMS).metrics(rows, update_s=0.5)
+    measured = meter(peak_tflops=2e-6).metrics(rows, update_s=0.5)
     tflops = 3 * 3 * FORWARD_5_2 / 0.5 / 4 / 1e12
     assert measured == pytest.approx({"perf/tflops_per_rank": tflops, "perf/mfu": tflops / 2e-6})
 
@@ -121,12 +114,12 @@ def test_metrics_per_rank_and_over_epochs() -> None:
 def test_no_utilisation_without_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(3, [True, True])]
     monkeypatch.setattr(performance, "platform", CpuPlatform)
-    assert PerformanceMeter(config(), DIMS).metrics(rows, update_s=1.0).keys() == {"perf/tflops_per_rank"}
+    assert meter().metrics(rows, update_s=1.0).keys() == {"perf/tflops_per_rank"}
     device = Device(name="NVIDIA H100 80GB HBM3", memory_gib=80, driver="1")
     monkeypatch.setattr(CpuPlatform, "devices", lambda self: [device])
-    measured = PerformanceMeter(config(), DIMS).metrics(rows, update_s=1.0)
+    measured = meter().metrics(rows, update_s=1.0)
     assert measured["perf/mfu"] == pytest.approx(measured["perf/tflops_per_rank"] / 989.4)
-    assert "perf/mfu" not in PerformanceMeter(config(dtype="float32"), DIMS).metrics(rows, update_s=1.0)
+    assert "perf/mfu" not in meter("float32").metrics(rows, update_s=1.0)
 
 
 def test_times_per_token() -> None:

@@ -5,6 +5,7 @@ They are called as workers call them, in this process.
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from megarl.config.rewards import CustomConfig, RewardsConfig
 from megarl.errors import ConfigError
 from megarl.rewards.custom import CustomFunctions
-from megarl.rewards.custom.call import call_function, decode_verdicts
+from megarl.rewards.custom.call import call_function
 from megarl.rewards.question import Question, Verdict
+from megarl.rewards.verifier.messages import WorkerReply
 from megarl.types import Message, Reward
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -36,11 +38,12 @@ def ask(
 ) -> list[Verdict]:
     path = tmp_path / "reward.py"
     path.write_text(text, encoding="utf-8")
-    reward = call_function(
+    verdicts = call_function(
         "", "", {}, rows=rows, path=str(path), name="compute_score", arguments=arguments or {}, together=together
     )
     # As it comes from a worker.
-    return decode_verdicts(Reward(score=0.0, correct=False, notes=json.loads(json.dumps(reward.notes))))
+    reply = WorkerReply(outcome="scored", verdicts=tuple(verdicts))
+    return list(WorkerReply.decode(json.dumps(asdict(reply)).encode()).verdicts)
 
 
 def reward_of(tmp_path: Path, text: str, row: Question, **settings: Any) -> Reward:

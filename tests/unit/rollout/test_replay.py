@@ -27,7 +27,7 @@ from megarl.types import (
     version_spans,
 )
 from megarl.types.turns import Tries
-from tests.helpers.loops import begin_groups
+from tests.helpers.loops import begin_groups, just_wait
 
 PROMPT = Prompt(
     uid="sums:7",
@@ -98,7 +98,7 @@ def plan(step: int) -> SamplingPlan:
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     write_record(record_path(tmp_path / "records", 12), batch())
     source = ReplaySource(tmp_path / "records")
-    replayed = collect(source, begin_groups(source, [PROMPT], plan(12)), timeout_s=1.0)
+    replayed = collect(just_wait, begin_groups(source, [PROMPT], plan(12)), timeout_s=1.0)
     assert replayed.prompts == batch().prompts
     for got, expected in zip(replayed.samples, batch().samples, strict=True):
         assert (got.uid, got.sample_index, got.seed) == (expected.uid, expected.sample_index, expected.seed)
@@ -203,5 +203,5 @@ def test_a_record_answers_several_submissions_of_its_step(tmp_path: Path) -> Non
     write_record(record_path(tmp_path, 1), recorded)
     source = ReplaySource(tmp_path)
     for prompt in (other, PROMPT):
-        replayed = collect(source, begin_groups(source, [prompt], plan(1)), timeout_s=1.0)
+        replayed = collect(just_wait, begin_groups(source, [prompt], plan(1)), timeout_s=1.0)
         assert [(s.uid, s.sample_index) for s in replayed.samples] == [(prompt.uid, 0), (prompt.uid, 1)]

@@ -114,7 +114,7 @@ def test_nuclei_reach_the_samples() -> None:
     prefixes = {("b", 1): Prefix(token_ids=(5,))}
     groups = begin_groups(source, PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
     assert all(request.with_nucleus for request in engines.requests)
-    nuclei = [sample.nucleus for sample in collect(source, groups, timeout_s=1.0).samples]
+    nuclei = [sample.nucleus for sample in collect(engines.wait, groups, timeout_s=1.0).samples]
     assert [nucleus if nucleus is None else nucleus.tolist() for nucleus in nuclei] == [
         [[2, 7], [1, 7]],
         [[2, 7], [1, 7]],
@@ -137,9 +137,11 @@ def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
             experts = np.stack([10 * tokens, 10 * tokens + 1], axis=1)
             return replace(completion, routed_experts=np.repeat(experts[:, :, None], 3, axis=2))
 
-    source = VllmSource(Capturing())
+    source = VllmSource(engines := Capturing())
     prefixes = {("b", 1): Prefix(token_ids=(5,))}
-    samples = collect(source, begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes)), timeout_s=1.0).samples
+    samples = collect(
+        engines.wait, begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes)), timeout_s=1.0
+    ).samples
     found = [sample.routed_experts for sample in samples]
     assert [None if each is None else each[:, 1, 2].tolist() for each in found] == [
         [11, 21, 21, -1],
@@ -160,7 +162,7 @@ def test_what_ends_a_response_reaches_the_engine() -> None:
 def test_samples_name_prompt_group_seed_and_weights() -> None:
     engines = EchoEngines()
     source = VllmSource(engines)
-    batch = collect(source, begin_groups(source, PROMPTS, PLAN), timeout_s=8.0)
+    batch = collect(engines.wait, begin_groups(source, PROMPTS, PLAN), timeout_s=8.0)
     assert engines.timeouts_s == [8.0]
     assert batch.prompts == {"a": PROMPTS[0], "b": PROMPTS[1]}
     assert [(s.uid, s.sample_index) for s in batch.samples] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -177,9 +179,9 @@ def test_samples_name_prompt_group_seed_and_weights() -> None:
 
 
 def test_a_submission_may_be_collected_before_an_earlier_one() -> None:
-    source = VllmSource(EchoEngines())
+    source = VllmSource(engines := EchoEngines())
     asked = [begin_groups(source, PROMPTS[:1], PLAN), begin_groups(source, PROMPTS[1:], PLAN)]
-    assert [collect(source, groups, timeout_s=1.0).samples[0].uid for groups in reversed(asked)] == ["b", "a"]
+    assert [collect(engines.wait, groups, timeout_s=1.0).samples[0].uid for groups in reversed(asked)] == ["b", "a"]
 
 
 def test_samples_go_on_where_they_were() -> None:
@@ -199,7 +201,7 @@ def test_samples_go_on_where_they_were() -> None:
         ((3, 5, 5), 1, 1),
     ]
     assert [r.seed for r in again.requests] == [r.seed for r in engines.requests]
-    first, second, _, last = collect(resumed, groups, timeout_s=1.0).samples
+    first, second, _, last = collect(again.wait, groups, timeout_s=1.0).samples
     assert [s.token_ids.tolist() for s in first.segments] == [[1, 2], [2, 1]]
     assert [s.token_ids.tolist() for s in second.segments] == [[1, 2], [2], [2, 2, 1]]
     assert [s.token_ids.tolist() for s in last.segments] == [[3], [5], [5], [5, 5, 3]]
@@ -207,18 +209,18 @@ def test_samples_go_on_where_they_were() -> None:
 
 
 def test_finished_samples_are_not_sampled_again() -> None:
-    source, engines = VllmSource(EchoEngines()), EchoEngines()
-    finished = collect(source, begin_groups(source, PROMPTS, PLAN), timeout_s=1.0).samples
+    source, engines = VllmSource(first := EchoEngines()), EchoEngines()
+    finished = collect(first.wait, begin_groups(source, PROMPTS, PLAN), timeout_s=1.0).samples
     again = VllmSource(engines)
-    assert collect(again, begin_groups(again, PROMPTS, PLAN, begun=finished), timeout_s=1.0).samples == finished
+    assert collect(engines.wait, begin_groups(again, PROMPTS, PLAN, begun=finished), timeout_s=1.0).samples == finished
     assert engines.requests == []
 
 
 def test_nan_from_the_engine_names_step_and_row() -> None:
-    source = VllmSource(EchoEngines(logprob=float("nan")))
+    source = VllmSource(engines := EchoEngines(logprob=float("nan")))
     groups = begin_groups(source, PROMPTS, PLAN)
     with pytest.raises(NonFiniteError, match="step 4: rollout log-probs of row b/1 are not finite"):
-        collect(source, groups, timeout_s=1.0)
+        collect(engines.wait, groups, timeout_s=1.0)
 
 
 class Told:
@@ -232,13 +234,13 @@ class Told:
 
 
 def test_samples_are_told_of_as_they_finish() -> None:
-    source = VllmSource(EchoEngines())
+    source = VllmSource(engines := EchoEngines())
     prefixes = {("a", 1): Prefix(token_ids=(5, 2), is_complete=True)}
     told = Told()
     groups = begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes), judging=told)
     # What nobody generates is finished at once.
     assert [(prompt.uid, sample.sample_index) for prompt, sample in told.samples] == [("a", 1)]
-    batch = collect(source, groups, timeout_s=1.0)
+    batch = collect(engines.wait, groups, timeout_s=1.0)
     order = [("a", 1), ("b", 1), ("b", 0), ("a", 0)]
     assert [(prompt.uid, sample.sample_index) for prompt, sample in told.samples] == order
     assert {id(sample) for _, sample in told.samples} == {id(sample) for sample in batch.samples}
@@ -260,9 +262,9 @@ def test_long_responses_are_decoded_in_another_thread() -> None:
             super().add(prompt, sample)
             self.responses.append(response)
 
-    reading, source = Reading(), VllmSource(EchoEngines())
+    reading, source = Reading(), VllmSource(engines := EchoEngines())
     prompts = [replace(PROMPTS[0], token_ids=tuple(range(2000))), PROMPTS[1]]
-    collect(source, begin_groups(source, prompts, PLAN, judging=reading), timeout_s=1.0)
+    collect(engines.wait, begin_groups(source, prompts, PLAN, judging=reading), timeout_s=1.0)
     assert reading.responses == [None, None, "a/1", "a/0"]
     assert len(reading.threads) == 2
     assert threading.current_thread() not in reading.threads
@@ -289,8 +291,8 @@ def test_judges_read_one_sample_in_each_turn_of_the_loop() -> None:
             read.append(now[0])
 
     loop.spawn(count())
-    source = VllmSource(EchoEngines())
-    collect(source, begin_groups(source, PROMPTS, replace(PLAN, num_samples=5), judging=Timed()), timeout_s=1.0)
+    source = VllmSource(engines := EchoEngines())
+    collect(engines.wait, begin_groups(source, PROMPTS, replace(PLAN, num_samples=5), judging=Timed()), timeout_s=1.0)
     assert len(read) == len(set(read)) == 10
 
 
@@ -315,7 +317,7 @@ def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:
     ]
     # The seed is that of the sample, with or without a prefix.
     assert engines.requests[1].seed == sample_seed(11, 4, "a", 1)
-    samples = collect(source, groups, timeout_s=1.0).samples
+    samples = collect(engines.wait, groups, timeout_s=1.0).samples
     assert [s.response_token_ids.tolist() for s in samples] == [[8, 8, 8], [5, 6, 8], [8, 8, 8], [8, 8, 8]]
     prompt, demonstration, policy = samples[1].segments
     assert (demonstration.source, policy.source) == (SegmentSource.DEMONSTRATION, SegmentSource.POLICY)
@@ -339,7 +341,7 @@ def test_what_a_prefix_ends_or_fills_is_not_generated() -> None:
     }
     groups = begin_groups(source, PROMPTS, replace(PLAN, prefixes=prefixes))
     assert [(r.token_ids, r.seed) for r in engines.requests] == [((3,), sample_seed(11, 4, "b", 1))]
-    samples = collect(source, groups, timeout_s=1.0).samples
+    samples = collect(engines.wait, groups, timeout_s=1.0).samples
     assert [s.response_token_ids.tolist() for s in samples] == [[5, 2], [5, 6, 7], [5, 6, 7], [8, 8, 8]]
     assert [s.finish_reason for s in samples] == [FinishReason.STOP] + [FinishReason.LENGTH] * 3
     assert [len(s.segments) for s in samples] == [2, 2, 2, 2]
@@ -350,8 +352,8 @@ def test_which_tokens_are_the_prefix_golden() -> None:
     case = next(case for case in golden["cases"] if case["id"] == "E.prefix.mask")
     lengths, limit = case["inputs"]["prefix_len"], case["inputs"]["response_length"]
     prefixes = {("a", i): Prefix(token_ids=(5,) * length) for i, length in enumerate(lengths)}
-    source = VllmSource(FillingEngines())
+    source = VllmSource(engines := FillingEngines())
     plan = replace(PLAN, num_samples=len(lengths), max_response_tokens=limit, prefixes=prefixes)
-    batch = collect(source, begin_groups(source, PROMPTS[:1], plan), timeout_s=1.0)
+    batch = collect(engines.wait, begin_groups(source, PROMPTS[:1], plan), timeout_s=1.0)
     marks = [demonstration_quantities(s, batch.prompts["a"])["demonstration"].tolist() for s in batch.samples]
     assert marks == case["expected"]

@@ -225,6 +225,7 @@ class World(RolloutSource):
             queue=queue or queue_of(len(self.scores)),
             prompts=self.prompts,
             source=self,
+            wait=self.wait,
             rewards=self,  # type: ignore[arg-type]
             stop_tokens=ENDS,
             record_file=lambda step: Path("nowhere", str(step)),
@@ -559,7 +560,7 @@ def test_the_pipeline_replaces_what_the_filter_removes() -> None:
     assert rollouts.scheduler.pipeline == {1: 0, 3: 0, 4: 0, 5: 0}
 
 
-def test_a_pipeline_without_progress_names_its_oldest_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_without_progress_names_its_oldest_ticket() -> None:
     """Prompt 1 has finished, but strict order waits for prompt 0, of which a sample is missing."""
     world = World([MIXED] * 9)
     rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
@@ -573,7 +574,7 @@ def test_a_pipeline_without_progress_names_its_oldest_ticket(monkeypatch: pytest
         assert not work.done()
         raise WorkerError(f"no progress within {timeout_s:g} s: {doing()}")
 
-    monkeypatch.setattr(world, "wait", wait)
+    rollouts.wait = wait
     progress = "3 of 8 samples finished; the oldest ticket, 0"
     message = rf"within 3600 s: generating: {progress} \(q:0\), has 1 of 2"
     with pytest.raises(WorkerError, match=message):

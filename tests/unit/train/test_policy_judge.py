@@ -64,6 +64,7 @@ class Source:
 def policy(source: Source, *, context: int = 4096, **sampling: Any) -> PolicyCompletions:
     return PolicyCompletions(
         source,
+        source.wait,
         TOKENIZER,
         SamplingConfig(**sampling),
         max_tokens=context,

@@ -99,7 +99,7 @@ def train(config: Config, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch, *ov
     recorder = RunRecorder(config, resumed_step=checkpoint.state.step if checkpoint else None)
     cluster = cast(Cluster, SimpleNamespace(workers=ranks, pids={}))
     try:
-        SupervisedTrainer(opened.task, config, cluster, recorder).fit(checkpoint)
+        SupervisedTrainer(opened.task, opened.inputs, cluster, recorder).fit(checkpoint)
     except (KilledError, RunStopped):
         return []
     return [

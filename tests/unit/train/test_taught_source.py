@@ -1,6 +1,5 @@
 """Demonstrations that a teacher writes: what its servers are asked, what the policy learns of answers, and when."""
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +13,7 @@ from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError
 from megarl.host import loop
 from megarl.rollout.prefixes import Prefix
-from megarl.rollout.source import Doing, Group, SamplingPlan, generating
+from megarl.rollout.source import Group, SamplingPlan
 from megarl.train.served_teacher import TeacherWriter
 from megarl.train.taught_source import TaughtSource
 from megarl.types import FinishReason, Prompt, Sample, prompt_segment
@@ -81,8 +80,6 @@ class Live:
     """A source that samples nothing."""
 
     async def sample(self, group: Group) -> None: ...
-
-    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None: ...
 
     def parts(self, groups: Iterable[Group]) -> list[Sample]:
         return []

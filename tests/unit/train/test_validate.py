@@ -90,6 +90,7 @@ def validator_of(world: World, tmp_path: Path) -> Validator:
         tokenizer=TOKENIZER,
         stop_token_ids=(2, 0),
         source=world,
+        wait=world.wait,
         rewards=world,  # type: ignore[arg-type]
         answers=lambda step: tmp_path / f"{step}.parquet",
         enter=lambda phase: None,

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.prefixes import count_shared, counted_once, family_order, held_prefixes
 from megarl.types import Row
 from megarl.types.forks import Fork
+from megarl.types.prefixes import count_shared, counted_once, family_order, held_prefixes
 
 
 def make_row(*tokens: int, experts: list[int] | None = None) -> Row:
