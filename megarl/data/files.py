@@ -28,12 +28,13 @@ from megarl.host.unicode import find_surrogate
 UNREAD_COLUMNS = {
     **dict.fromkeys(("tools", "functions"), "write the tools into a system turn instead"),
     **dict.fromkeys(
-        ("image", "images", "video", "videos", "audio", "audios"),
+        ("image", "images", "image_path", "image_url", "multi_modal_data", "video", "videos", "audio", "audios"),
         "models are trained on texts alone; leave the row out",
     ),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set data.chat_template, for all rows, instead"),
     **dict.fromkeys(("documents", "history"), "write it into the prompt instead"),
     "system_prompt": "rename the column to system",
+    "agent_name": "set environment.default to one that has its tools, and remove the column",
 }
 # Columns without which those of the first name are no whole prompts, in Alpaca's form, Dolly's, SQuAD's and MMLU's.
 _COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
@@ -49,7 +50,8 @@ _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 def _require_empty(value: object, name: str, where: str) -> None:
     """Raise DataError, which names the row (`where`), for a value of a column that changes what models read."""
-    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}):
+    # verl's data names its agent of one reply, too.
+    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}, "single_turn_agent"):
         remedy = UNREAD_COLUMNS.get(name, "write it into the prompt, or remove the column")
         raise DataError(f"{where}: {name} is not read here; {remedy}")
 

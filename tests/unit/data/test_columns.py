@@ -56,6 +56,9 @@ REFUSED = {
     "functions": json.dumps(TOOLS),
     "images": ["a.png"],
     "image": {"path": "a.png"},
+    "image_path": "a.png",
+    "image_url": "file:a.png",
+    "multi_modal_data": {"image": ["a.png"]},
     "videos": ["a.mp4"],
     "audio": "a.wav",
     "chat_template_kwargs": {"enable_thinking": False},
@@ -63,6 +66,7 @@ REFUSED = {
     "documents": [{"title": "Sums", "text": "1+1 is 2"}],
     "history": [["1+0", "1"]],
     "system_prompt": "Be brief.",
+    "agent_name": "tool_agent",
 }
 # What only completes a prompt beside a column of this name.
 COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
@@ -95,7 +99,7 @@ def test_columns_that_nobody_reads_are_refused(
 ) -> None:
     (read, row), form = command, DataConfig()
     path = tmp_path / "x.jsonl"
-    for empty in (None, "", [], {}, " [] "):
+    for empty in (None, "", [], {}, " [] ", *["single_turn_agent"][: name == "agent_name"]):
         read(written(path, {**row, "prompt": "1+1", name: empty}), tokenizer, form)
     with pytest.raises(DataError, match=rf"x\.jsonl row 0: {name} is not read here; "):
         read(written(path, {**row, "prompt": "1+1", name: REFUSED[name]}), tokenizer, form)
