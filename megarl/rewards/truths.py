@@ -50,7 +50,7 @@ def any_answer(ground_truth: str, label: object = None) -> Sequence[str]:
 
     >>> any_answer('["a", 5]'), any_answer("72.0"), any_answer('{"target": ["a", "b"]}'), any_answer("6*7=42\\n#### 42")
     (['a', '5'], ['72.0', '72'], ['a', 'b'], ['42'])
-    >>> any_answer("6*7=42.\\nThe answer is 42, since 7*6=42."), any_answer(r"So it is $\boxed{\text{B}}$.")
+    >>> any_answer("6*7=42.\\nThe answer is 42, since 7*6=42."), any_answer(r"So it is $\\boxed{B}$.")
     (['42'], ['B'])
     """
     found = _structure(ground_truth)

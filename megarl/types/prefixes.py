@@ -16,7 +16,11 @@ from megarl.types.arrays import ordering_key
 
 
 def count_shared(a: Row, b: Row) -> int:
-    """Count the tokens at the beginning of two rows that they have in common, in the same places of the same tree."""
+    """Count the tokens at the beginning of two rows that they have in common, in the same places of the same tree.
+
+    >>> count_shared(row([1, 1]), row([1]))
+    2
+    """
     # From the first fork that only one of them has, equal tokens follow others.
     count = min(a.num_tokens, b.num_tokens, *(fork.start for fork in {*a.forks} ^ {*b.forks}))
     differ = a.token_ids[:count] != b.token_ids[:count]
@@ -32,6 +36,9 @@ def family_order(rows: Sequence[Row]) -> list[int]:
 
     Each row shares with the one just before it what it shares with any row before. The branches of a fork come in the
     order of their first rows.
+
+    >>> family_order([row([1]), replace(row([1]), token_ids=np.array([5, 6])), row([1, 1])])
+    [0, 2, 1]
     """
     by_tokens = _token_order(rows)
     families = [[i] for i in by_tokens]
@@ -50,7 +57,11 @@ def family_order(rows: Sequence[Row]) -> list[int]:
 
 
 def counted_once(rows: Sequence[Row]) -> list[Row]:
-    """Let each token of a mini-batch's rows count in the balance of experts in the first row that has it, by family."""
+    """Let each token of a mini-batch's rows count in the balance of experts in the first row that has it, by family.
+
+    >>> [each.num_uncounted for each in counted_once([row([1]), row([1, 1])])]
+    [0, 2]
+    """
     order, counted = family_order(rows), list(rows)
     for a, b in itertools.pairwise(order):
         counted[b] = replace(rows[b], num_uncounted=count_shared(rows[a], rows[b]))
@@ -58,7 +69,11 @@ def counted_once(rows: Sequence[Row]) -> list[Row]:
 
 
 def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """Return, for each row, the number of a row before it that shares most with it, and how many tokens these are."""
+    """Return, for each row, the number of a row before it that shares most with it, and how many tokens these are.
+
+    >>> held_prefixes([row([1]), row([1, 1])])
+    [(0, 0), (0, 2)]
+    """
     by_tokens = _token_order(rows)
     rank = {i: place for place, i in enumerate(by_tokens)}
     found, earlier = list[tuple[int, int]](), list[int]()

@@ -316,7 +316,7 @@ FIRST_MISTAKES = (
     ("logging.wandb_project=p", "logging.wandb_project: needs the package wandb, .*; run pip install wandb"),
     (
         "rollout.engine.kv_cache_mib=900000000",
-        "kv_cache_mib: got 900000000, .* has [0-9,]+ MiB of memory; lower it, or",
+        "kv_cache_mib: got 900000000, .* has [0-9,]+ MiB of memory for this process; lower it, or",
     ),
     ("run.dir=/proc/runs", "/proc/runs/run/lock: no directory can be made there; choose another one"),
     ("run.name=used", "used already holds a run; choose another run.name, or pass --resume or --overwrite"),

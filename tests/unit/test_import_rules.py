@@ -118,7 +118,7 @@ MOST_LINES = {
     "seeds": 50,
     "sync": 3100,
     "train": 4620,
-    "types": 1800,
+    "types": 1820,
     "weights": 4050,
     "megarl_answers": 2850,
     "megarl_lab": 13400,

@@ -52,7 +52,8 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(
         problem.padded_weight(PADDED_ROWS),
         **one_rank_arguments(problem, PADDED_ROWS, memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=gradients),
     )
-    with pytest.raises(ValueError, match=r"in_chunk.*log-probs of kept row \d.*no sum over tokens.*recompute or keep"):
+    message = r"in_chunk.*log-probs of kept row \d.*not a sum over tokens.*recompute or keep"
+    with pytest.raises(ValueError, match=message):
         loss(out.logprobs).backward()
 
 
