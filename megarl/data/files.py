@@ -36,6 +36,8 @@ UNREAD_COLUMNS = {
     "system_prompt": "rename the column to system",
     "agent_name": "set environment.default to one that has its tools, and remove the column",
 }
+# Values of such columns that say no more than their absence: verl's agent of one reply.
+_PLAIN = {"agent_name": "single_turn_agent"}
 # Columns without which those of the first name are no whole prompts, in Alpaca's form, Dolly's, SQuAD's and MMLU's.
 _COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
@@ -50,8 +52,7 @@ _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 def _require_empty(value: object, name: str, where: str) -> None:
     """Raise DataError, which names the row (`where`), for a value of a column that changes what models read."""
-    # verl's data names its agent of one reply, too.
-    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}, "single_turn_agent"):
+    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}, _PLAIN.get(name)):
         remedy = UNREAD_COLUMNS.get(name, "write it into the prompt, or remove the column")
         raise DataError(f"{where}: {name} is not read here; {remedy}")
 

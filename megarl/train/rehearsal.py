@@ -178,14 +178,15 @@ class _Printed(threading.Thread):
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(daemon=True)
-        self._stream, self._tail = stream, b""
+        self._stream, self._tail = stream, bytearray()
         self.num_bytes = 0
         self.start()
 
     def run(self) -> None:
         while chunk := os.read(self._stream.fileno(), 1 << 16):
             # By bytes, not by chunks: faulthandler writes a stack in hundreds of small pieces.
-            self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+            self._tail += chunk
+            del self._tail[:-_TAIL_BYTES]
             self.num_bytes += len(chunk)
 
     @property

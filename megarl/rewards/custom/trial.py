@@ -6,7 +6,7 @@ from contextlib import closing
 from megarl.errors import ConfigError
 from megarl.host.streams import print_lines
 from megarl.rewards.custom.functions import FAILURES, CustomFunctions, CustomSession
-from megarl.rewards.question import Question
+from megarl.rewards.question import Question, Verdict
 from megarl.types import Prompt
 
 # A right answer in the forms that functions look for.
@@ -27,9 +27,7 @@ def try_functions(functions: CustomFunctions, prompts: Iterable[Prompt]) -> None
         for prompt, judging in zip(asked, pending, strict=True):
             for name, by_row in functions.opinions([judging]).items():
                 verdicts = list(by_row.values())
-                scores.setdefault(name, set()).update(
-                    None if each.reward is None else each.reward.score for each in verdicts
-                )
+                scores.setdefault(name, set()).update(map(_score, verdicts))
                 failed = [each for each in verdicts if each.outcome in FAILURES]
                 if len(failed) == len(verdicts) or (failed and functions.cfg.on_error == "raise"):
                     raise ConfigError(
@@ -42,13 +40,17 @@ def try_functions(functions: CustomFunctions, prompts: Iterable[Prompt]) -> None
             # It may want another form.
             again = [_ask(functions, prompt, _FORMS.replace("TRUTH", prompt.ground_truth)) for prompt in asked]
             for name, by_row in functions.opinions(again).items():
-                scores[name].update(None if each.reward is None else each.reward.score for each in by_row.values())
+                scores[name].update(map(_score, by_row.values()))
         for name in flat:
             if len(scores[name]) == 1:
                 print_lines(
                     f"warning: rewards.custom: the function {name} is flat: it gave {scores[name].pop()} for right and "
                     "empty answers alike, to the first prompt of each data source; check that it compares answers"
                 )
+
+
+def _score(verdict: Verdict) -> float | None:
+    return None if verdict.reward is None else verdict.reward.score
 
 
 def _ask(functions: CustomFunctions, prompt: Prompt, *responses: str) -> CustomSession:
