@@ -1,20 +1,21 @@
 """The tests that `make test` leaves to `make test-wide`: they need seconds each, and CI runs both.
 
-What stays in `make test` has a case of every kind: each axis of a layout, each way to run, each kind of process.
+Each axis of a layout has a case in `make test`; features of few runs, such as speculation, are tested here alone.
 """
 
-# The beginning of a test's name → why it may wait. The fast case of the same kind stands beside it.
+# The beginning of a test's name → why it may wait.
 _FAMILIES = "another model's rules in the same layouts; test_hf_parity and test_families[qwen…] stay"
+_FEATURES = "several ranks for a feature of few runs"
 _CHECKPOINTS = "another layout of a checkpoint; that of four ranks, read by two stages, stays"
 _RUNS = "a whole run for one feature; runs of test_train, test_sync and test_algorithms stay"
 _PLANS = "another size of the same search or plan"
 _DEATHS = "another process that dies or hangs; each way to notice it stays"
 WIDE = {
-    "tests/distributed/test_adapter_costs.py": _FAMILIES,
-    "tests/distributed/test_adapter_export.py": _FAMILIES,
+    "tests/distributed/test_adapter_costs.py": _FEATURES,
+    "tests/distributed/test_adapter_export.py": _FEATURES,
     "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[gpt_oss": _FAMILIES,
     "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[qwen3_next": _FAMILIES,
-    "tests/distributed/test_averaged_teacher.py": _FAMILIES,
+    "tests/distributed/test_averaged_teacher.py": _FEATURES,
     "tests/distributed/test_dist_checkpoint.py::test_a_rank_may_write_for_longer": _CHECKPOINTS,
     "tests/distributed/test_dist_checkpoint.py::test_only_a_portable_checkpoint": _CHECKPOINTS,
     "tests/distributed/test_dist_checkpoint.py::test_ranks_that_share_key_value_heads": _CHECKPOINTS,
@@ -29,13 +30,13 @@ WIDE = {
     "tests/distributed/test_hybrid_families.py": _FAMILIES,
     "tests/distributed/test_mistral3.py": _FAMILIES,
     "tests/distributed/test_moe_families.py": _FAMILIES,
-    "tests/distributed/test_muon.py": "the optimizer that few runs use; its rules have unit tests",
+    "tests/distributed/test_muon.py": _FEATURES,
     "tests/distributed/test_norm_families.py": _FAMILIES,
-    "tests/distributed/test_offload.py": "phases of memory have unit tests, and test_train offloads",
-    "tests/distributed/test_overlap.py": "overlapped communication changes no bit, or this test says so within the day",
-    "tests/distributed/test_round_trips.py": _FAMILIES,
-    "tests/distributed/test_shared_base.py": _FAMILIES,
-    "tests/distributed/test_stacked_experts.py": _FAMILIES,
+    "tests/distributed/test_offload.py": "ranks that free memory; what is freed when has unit tests",
+    "tests/distributed/test_overlap.py": "overlapped communication; the same layouts without it stay",
+    "tests/distributed/test_round_trips.py": _FEATURES,
+    "tests/distributed/test_shared_base.py": _FEATURES,
+    "tests/distributed/test_stacked_experts.py": _FEATURES,
     "tests/distributed/test_windows.py": _FAMILIES,
     "tests/e2e/test_adapter_sync.py": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[dapo": _RUNS,
