@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.algos import cpo, distill
+from megarl.algos import cpo, distill, off_policy_losses  # noqa: F401 - the last one fills a registry
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION, compares_policies
@@ -90,7 +90,7 @@ class ComposedAlgorithm:
             TokenQuantity.OLD_LOGPROBS,
             TokenQuantity.REF_LOGPROBS,
         }
-        quantities |= distill.LOSS_QUANTITIES | ({"rollout_logprobs"} & set(self._policy_loss.reads))
+        quantities |= distill.LOSS_QUANTITIES | ({"rollout_logprobs", "clip_bounds"} & set(self._policy_loss.reads))
         return frozenset(quantities | (cpo.LOSS_QUANTITIES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
     def requires(self) -> frozenset[TokenQuantity]:
@@ -103,8 +103,11 @@ class ComposedAlgorithm:
             quantities |= {TokenQuantity(name) for name in shaper.reads}
         if "ref_logprobs" in loss.reads:
             quantities |= {TokenQuantity.REF_LOGPROBS}
-        if loss.chooses or compares_policies(cfg) or cfg.off_policy.drop_above is not None:
+        is_bounded = cfg.off_policy.drop_above is not None or "clip_bounds" in loss.reads
+        if loss.chooses or compares_policies(cfg) or is_bounded or cfg.step_scale_power is not None:
             quantities |= {TokenQuantity.OLD_LOGPROBS}
+        if cfg.high_entropy_share is not None:
+            quantities |= {TokenQuantity.OLD_ENTROPY}
         return quantities
 
     def _loss_kl_coef(self, state: AlgoState) -> float:

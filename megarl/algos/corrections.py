@@ -14,12 +14,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megarl.algos.batch_statistics import second_moment_bound
 from megarl.algos.correction_metrics import RatioSums, ratio_sums
 from megarl.algos.masked import row_blocks, row_means
-from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
+from megarl.algos.policy_losses import MAX_LOG_RATIO
 from megarl.config.algo import AlgoConfig, CorrectionConfig
-from megarl.errors import ConfigError, NonFiniteError
-from megarl.registry import FunctionRegistry, refuse_unused, require_fields
+from megarl.errors import NonFiniteError
+from megarl.registry import FunctionRegistry, require_fields
 
 # Name of the quantity that holds the weights of `compute_correction`.
 CORRECTION = "correction"
@@ -55,11 +56,13 @@ class Correction:
 class LogRatios:
     """The log-ratios ln ρ = ln π_trainer − ln π_engine [B, T], float64, and 0 outside `sampled` (bool).
 
-    Sums and means are over what tokens really have; only a result is clamped, before exp().
+    Sums and means are over what tokens really have; only a result is clamped, before exp(). bound: what the rule's
+    `bound` says of all rows of the step.
     """
 
     token: Tensor
     sampled: Tensor
+    bound: float = torch.inf
 
     @property
     def row_mean(self) -> Tensor:
@@ -144,16 +147,29 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     return (-x.row_mean <= cfg.max_kl_nats).expand_as(x.sampled)
 
 
+def moment_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Accept tokens with (ln ρ)² up to the bound of the step, from `second_moment_bound`.
+
+    >>> x = ratios([[1.0, 4.0]])
+    >>> moment_within(LogRatios(token=x.token, sampled=x.sampled, bound=0.04), CorrectionConfig()).tolist()
+    [[True, False]]
+    """
+    return x.token.square() <= x.bound
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
     """A correction's weight, its gate (which tokens are accepted), and the `options` that it reads of its settings.
-    With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs.
+    With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs. bound: a number that the
+    gate reads, from ln ρ [N] of all tokens of the step. per_token: whether neither depends on the row's other tokens.
     """
 
     weight: Weight = field(kw_only=False)
     gate: Gate = every_token
     options: Collection[str] = ()
     rollout_ratio: bool = False
+    bound: Callable[[Tensor, CorrectionConfig], float] | None = None
+    per_token: bool = False
 
     def __post_init__(self) -> None:
         require_fields("options", self.options, CorrectionConfig)
@@ -170,9 +186,9 @@ _GATED_RATIO = (*_GATED, *_BOUNDS, "token_cap")
 
 
 # No correction.
-@CORRECTIONS.register("none", options=("forced",))
+@CORRECTIONS.register("none", options=("forced",), per_token=True)
 # The policy loss's ratio is to the engine's log-probs: policy change and mismatch in one ratio, clipped as one.
-@CORRECTIONS.register("rollout_ratio", options=("veto",), rollout_ratio=True)
+@CORRECTIONS.register("rollout_ratio", options=("veto",), rollout_ratio=True, per_token=True)
 # With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 @CORRECTIONS.register("sequence_mask", gate=row_kl_within, options=(*_GATED, "max_kl_nats"))
 def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
@@ -185,7 +201,15 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 # IcePop (Ring-1T, arXiv:2510.18855).
-@CORRECTIONS.register("icepop", gate=token_within, options=_GATED_RATIO)
+@CORRECTIONS.register("icepop", gate=token_within, options=_GATED_RATIO, per_token=True)
+# M2PO (arXiv:2510.01161).
+@CORRECTIONS.register(
+    "m2po",
+    gate=moment_within,
+    options=(*_GATED, "token_cap", "max_second_moment"),
+    bound=lambda log_ratios, cfg: second_moment_bound(log_ratios, cfg.max_second_moment),
+    per_token=True,
+)
 @CORRECTIONS.register("seq_mask_tis", "seq-mask-tis", gate=row_within, options=_GATED_RATIO)
 # REINFORCE Pro.
 @CORRECTIONS.register("reinforce_pro", gate=prefix_within, options=_GATED_RATIO)
@@ -203,7 +227,7 @@ def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 # Truncated importance sampling as in OpenRLHF: small weights are raised to `low`.
-@CORRECTIONS.register("tis", options=(*_WEIGHTED, *_BOUNDS))
+@CORRECTIONS.register("tis", options=(*_WEIGHTED, *_BOUNDS), per_token=True)
 def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     """Give each token the weight clip(ρ, low, high).
 
@@ -214,7 +238,7 @@ def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 # The same from above only (arXiv:1802.01561 truncates ρ this way; Flash-RL applies it to the engine's mismatch).
-@CORRECTIONS.register("tis_upper", options=(*_WEIGHTED, "high"))
+@CORRECTIONS.register("tis_upper", options=(*_WEIGHTED, "high"), per_token=True)
 def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     """Give each token the weight min(ρ, high).
 
@@ -260,7 +284,8 @@ def compares_policies(cfg: AlgoConfig) -> bool:
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
-    """Compute a step's correction weights in float64, by blocks of rows: they are independent, except with `normalise`.
+    """Compute a step's correction weights in float64, by blocks of rows: they are independent, except for a rule's
+    `bound`, and with `normalise`.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -279,10 +304,14 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
     # Normalised weights are rounded once, at the end.
     weights = torch.zeros_like(x.old_logprobs, dtype=torch.float64 if cfg.normalise else None)
     accepted = torch.zeros_like(x.loss_mask)
+    bound = torch.inf
+    if rule.bound is not None:
+        everywhere = x.loss_mask & ~x.demonstration_mask
+        bound = rule.bound(_log_ratios(x, everywhere, first_row=0)[everywhere], cfg)
     for rows in row_blocks(x.loss_mask):
         part = CorrectionInputs(**{each.name: getattr(x, each.name)[rows] for each in fields(x)})
         sampled = part.loss_mask & ~part.demonstration_mask
-        ratios = LogRatios(token=_log_ratios(part, sampled, first_row=rows.start), sampled=sampled)
+        ratios = LogRatios(token=_log_ratios(part, sampled, first_row=rows.start), sampled=sampled, bound=bound)
         raw, gate = rule.weight(ratios, cfg), rule.gate(ratios, cfg)
         gate = gate | (part.advantages >= 0) if cfg.only_negative else gate
         # The mean of a long row would hide a single token with ρ > veto or ρ < 1 / veto.
@@ -313,38 +342,3 @@ def _log_ratios(x: CorrectionInputs, sampled: Tensor, *, first_row: int) -> Tens
             "settings and at the weights"
         )
     return difference
-
-
-def check_correction(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown correction, options that are not read, or a loss without a place for it.
-
-    >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=0.9)))
-    Traceback (most recent call last):
-        ...
-    megarl.errors.ConfigError: algo.correction.low: got 0.9, which is not read with algo.correction.name=none, ...
-    """
-    correction = cfg.correction
-    rule = CORRECTIONS.get(correction.name)
-    takes = ", ".join(sorted(rule.options)) or "no options"
-    if correction.name == "baseline_unbiased":
-        takes += ": its baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
-    refuse_unused(
-        "algo.correction",
-        correction,
-        (each.name for each in fields(correction) if each.name != "name" and each.name not in rule.options),
-        f"algo.correction.name={correction.name}, which takes {takes}",
-        "choose another correction",
-    )
-    loss = POLICY_LOSSES.get(cfg.policy_loss.name)
-    if loss.row_ratio and correction.name not in ("none", "rollout_ratio"):
-        raise ConfigError(
-            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose "
-            "ratio is one per row and takes no weights per token; set algo.correction.name=rollout_ratio, which takes "
-            "that ratio to the engine's log-probs, or none"
-        )
-    if "old_logprobs" not in loss.reads and rule.rollout_ratio:
-        raise ConfigError(
-            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, which "
-            "has no ratio that could be taken to the engine's log-probs; set algo.correction.name=tis_upper or another "
-            "with weights, or algo.policy_loss.name=ppo_clip"
-        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from megarl.registry import FunctionRegistry, require_fields, require_known
 # Bounds log-ratios before exp(): e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
 # The inputs that only some losses read, besides the ratio's `old_logprobs`.
-FURTHER_INPUTS = ("ref_logprobs", "rollout_logprobs", "entropy")
+FURTHER_INPUTS = ("ref_logprobs", "rollout_logprobs", "entropy", "clip_bounds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class PolicyLossInputs:
 
     correction: the weights of `compute_correction`. chosen: bool, the tokens of `choose_tokens`, for losses that treat
     these in another way. ref_logprobs, rollout_logprobs (the engine's), entropy (the current policy's, with a gradient)
-    are there for losses that read them.
+    and clip_bounds (of `balanced_clip`) are there for losses that read them.
     """
 
     logprobs: Tensor
@@ -35,6 +36,7 @@ class PolicyLossInputs:
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    clip_bounds: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Padding may hold anything, and a mask on the loss alone would leave gradients of 0 · NaN.
@@ -67,11 +69,12 @@ class PolicyLoss:
     """A policy loss, and what its registration declares about it.
 
     options: the fields of `PolicyLossConfig` that it reads. reads: the inputs that it needs besides `logprobs` and
-    `advantages`: `old_logprobs` if it has a ratio to the old policy, `ref_logprobs`, `rollout_logprobs`, `entropy`.
-    token_local: whether a token's loss depends on that token alone. row_ratio: whether the ratio is one per row, as a
-    mean over its tokens; such a loss needs an aggregation over rows, and takes no weights per token. chooses: which
-    tokens of a step it treats in another way, those of the largest covariance or a draw among those between bounds.
-    tuned_clip: the largest `clip_high` that suits it.
+    `advantages`: `old_logprobs` for a ratio to the old policy, and names among `FURTHER_INPUTS`. token_local: whether a
+    token's loss depends on that token alone. row_ratio: whether the ratio is one per row, as a mean over its tokens;
+    such a loss needs an aggregation over rows, and takes no weights per token. chooses: which tokens of a step it
+    treats in another way, those of the largest covariance or a draw among those between bounds. tuned_clip: the largest
+    `clip_high` that suits it, and in `clip_note` why. takes_weights: whether the correction's weights are part of its
+    formula; other losses are multiplied by them.
     """
 
     compute: PolicyLossFunction = field(kw_only=False)
@@ -81,6 +84,8 @@ class PolicyLoss:
     row_ratio: bool = False
     chooses: Literal["largest", "drawn"] | None = None
     tuned_clip: float = torch.inf
+    clip_note: str = ""
+    takes_weights: bool = False
 
     def __post_init__(self) -> None:
         require_fields("options", self.options, PolicyLossConfig)
@@ -98,7 +103,14 @@ POLICY_LOSSES: FunctionRegistry[PolicyLossFunction, PolicyLoss] = FunctionRegist
 
 _CLIP_RANGE = ("clip_low", "clip_high")
 # A wider clip range suits PPO, not GSPO, whose ratio is a mean over the row.
-GSPO_LARGE_CLIP = 0.01
+_register_gspo = partial(
+    POLICY_LOSSES.register,
+    options=_CLIP_RANGE,
+    token_local=False,
+    row_ratio=True,
+    tuned_clip=0.01,
+    clip_note="its ratio is a mean over the row, and the paper uses 3e-4 and 4e-4",
+)
 
 
 def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
@@ -107,13 +119,20 @@ def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> policy_loss(loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2]]
     """
-    terms = POLICY_LOSSES.get(cfg.name).compute(x, cfg)
+    loss = POLICY_LOSSES.get(cfg.name)
+    terms = loss.compute(x, cfg)
     require_per_token(terms.loss, x.loss_mask, f"the loss of algo.policy_loss.name={cfg.name}")
-    return terms if x.correction is None else replace(terms, loss=terms.loss * x.correction.detach())
+    if x.correction is None or loss.takes_weights:
+        return terms
+    return replace(terms, loss=terms.loss * x.correction.detach())
 
 
-def _ratio(x: PolicyLossInputs) -> Tensor:
-    """Return r = exp(logprobs − old_logprobs), with the exponent clamped to ±20."""
+def token_ratio(x: PolicyLossInputs) -> Tensor:
+    """Return r = exp(logprobs − old_logprobs), with the exponent clamped to ±20.
+
+    >>> token_ratio(loss_inputs([[2.0]], [[1.0]])).tolist()
+    [[2.0]]
+    """
     return x.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -127,7 +146,7 @@ class Surrogate:
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual_clip: float | None
+    ratio: Tensor, advantages: Tensor, *, low: float | Tensor, high: float | Tensor, dual_clip: float | Tensor | None
 ) -> Surrogate:
     """Compute max(−r·A, −clip(r, low, high)·A) [B, T], and where A < 0 bound it by −dual_clip·A (None: no bound).
 
@@ -135,7 +154,7 @@ def clipped_surrogate(
     [-1.0, -1.5]
     """
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(low, high)
+    clipped = -advantages * ratio.clamp(low, high)  # type: ignore[arg-type]
     loss = torch.maximum(unclipped, clipped)
     dual_clipped = torch.zeros_like(loss, dtype=torch.bool)
     if dual_clip is not None:
@@ -157,7 +176,7 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     [[-1.0, -1.2, 2.0]]
     """
     surrogate = clipped_surrogate(
-        _ratio(x), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=cfg.dual_clip
+        token_ratio(x), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=cfg.dual_clip
     )
     return PolicyLossTerms(
         loss=surrogate.loss,
@@ -190,7 +209,7 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> cispo(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]
     """
-    ratio = _ratio(x).detach()
+    ratio = token_ratio(x).detach()
     weight = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return PolicyLossTerms(
         loss=-weight * x.advantages * x.logprobs,
@@ -198,12 +217,13 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     )
 
 
-@POLICY_LOSSES.register("gspo", options=_CLIP_RANGE, token_local=False, row_ratio=True, tuned_clip=GSPO_LARGE_CLIP)
+@_register_gspo("gspo")
 def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute group sequence policy optimisation (arXiv:2507.18071): all tokens of a row share one ratio s.
 
     s = exp(mean of logprobs − old_logprobs over the row); l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
-    Use it with the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4, without a `dual_clip`.
+    Use it with the aggregation seq-mean-token-mean; with seq-mean-token-sum, which multiplies a row's loss by its
+    length, this is LUSPO (arXiv:2602.05261). The paper clips at 3e-4 and 4e-4, without a `dual_clip`.
 
     >>> gspo(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
     [[-1.5, -1.5]]
@@ -211,9 +231,7 @@ def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     return _row_clip(_row_log_ratio(x), x, cfg)
 
 
-@POLICY_LOSSES.register(
-    "gspo_token", options=_CLIP_RANGE, token_local=False, row_ratio=True, tuned_clip=GSPO_LARGE_CLIP
-)
+@_register_gspo("gspo_token")
 def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute GSPO-token (arXiv:2507.18071, section 4.3): the loss values of `gspo`, with a gradient per token.
 
@@ -276,7 +294,7 @@ def sapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> sapo(loss_inputs([[1.0, 1.0]], [[1.0, -1.0]]), PolicyLossConfig(tau_pos=1.0, tau_neg=2.0)).loss.tolist()
     [[-2.0, 1.0]]
     """
-    ratio = _ratio(x)
+    ratio = token_ratio(x)
     tau = torch.where(x.advantages > 0, ratio.new_tensor(cfg.tau_pos), ratio.new_tensor(cfg.tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return PolicyLossTerms(loss=-x.advantages * gate, diagnostics={"actor/ppo_kl": -x.log_ratio.detach()})
@@ -296,7 +314,9 @@ def clip_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     [[0.0, -2.0]]
     """
     assert x.chosen is not None, "clip_cov needs the tokens chosen by covariance"
-    surrogate = clipped_surrogate(_ratio(x), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None)
+    surrogate = clipped_surrogate(
+        token_ratio(x), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None
+    )
     return PolicyLossTerms(
         loss=torch.where(x.chosen, 0.0, surrogate.loss),
         diagnostics={
@@ -321,6 +341,6 @@ def kl_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     assert x.chosen is not None, "kl_cov needs the tokens chosen by covariance"
     penalty = torch.where(x.chosen, cfg.cov_kl_coef * x.log_ratio.abs(), 0.0)
     return PolicyLossTerms(
-        loss=-x.advantages * _ratio(x) + penalty,
+        loss=-x.advantages * token_ratio(x) + penalty,
         diagnostics={"actor/cov_chosen": x.chosen.to(x.logprobs.dtype), "actor/ppo_kl": -x.log_ratio.detach()},
     )

@@ -4,15 +4,18 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from megarl.algos import cpo
+from megarl.algos.batch_statistics import LOG_WEIGHT, effective_sample_size, high_entropy
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
 from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
 from megarl.algos.distill import distilled_advantages
-from megarl.algos.masked import summary
+from megarl.algos.masked import kept, summary
 from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
-from megarl.algos.policy_losses import POLICY_LOSSES
+from megarl.algos.off_policy_losses import balanced_bounds
+from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
@@ -66,7 +69,7 @@ def shapers_of(cfg: AlgoConfig) -> list[AdvantageShaper]:
     Raises ConfigError for a name in `algo.shapers` that no plugin has registered, or that stands there twice.
 
     >>> [each.place for each in shapers_of(AlgoConfig())]
-    ['first', 'first', 'first', 'last', 'last']
+    ['first', 'first', 'first', 'last', 'last', 'last', 'last']
     """
     named = [ADVANTAGE_SHAPERS.get(name) for name in cfg.shapers]
     for name, each in zip(cfg.shapers, named, strict=True):
@@ -163,6 +166,60 @@ def choose_by_covariance(advantages: Tensor, x: ShapingInputs) -> Advantages:
         values=advantages,
         quantities={CHOSEN: chosen.to(advantages.dtype)},
         metrics=summary("actor/cov", covariance[mask]),
+    )
+
+
+@ADVANTAGE_SHAPERS.register("keep_high_entropy", place="last")
+def keep_high_entropy(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Set advantages of policy tokens to 0 unless their entropy is among the highest of the step's policy tokens.
+
+    Demonstration tokens neither count nor change.
+
+    >>> batch = step("a", [1.0], old_entropy=[[0.5, 2.0]])
+    >>> cfg = AlgoConfig(high_entropy_share=0.5)
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> keep_high_entropy(tensor([[1.0, 1.0]]), x).values.tolist()
+    [[0.0, 1.0]]
+    """
+    share = x.cfg.high_entropy_share
+    if share is None:
+        return Advantages(values=advantages)
+    policy = x.batch.loss_mask & ~demonstration_mask(x.batch)
+    high = high_entropy(x.batch.quantity(TokenQuantity.OLD_ENTROPY), policy, share)
+    frac = int(high.sum()) / max(int(policy.sum()), 1)
+    return Advantages(values=kept(advantages, high | ~policy), metrics={"actor/high_entropy_frac": frac})
+
+
+@ADVANTAGE_SHAPERS.register("weigh_by_engine", place="last")
+def weigh_by_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Return the advantages unchanged, with what is read of ratios to the engine over a whole step: the bounds of the
+    loss bapo, and the log-weights of `step_scale`. Metrics: actor/bapo_low, actor/bapo_high; is/row_ess, the share of
+    rows that count.
+
+    >>> batch = step("a", [1.0], old_logprobs=[[-1.0]], rollout_logprobs=[[-1.5]])
+    >>> cfg = AlgoConfig(step_scale_power=0.5)
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> weigh_by_engine(tensor([[1.0]]), x).quantities["log_weight"].tolist()
+    [[0.5]]
+    """
+    loss = x.cfg.policy_loss
+    is_bounded = "clip_bounds" in POLICY_LOSSES.get(loss.name).reads
+    if not is_bounded and x.cfg.step_scale_power is None:
+        return Advantages(values=advantages)
+    sampled = x.batch.loss_mask & ~demonstration_mask(x.batch)
+    difference = x.batch.quantity(TokenQuantity.OLD_LOGPROBS) - x.batch.quantity("rollout_logprobs")
+    log_weight = kept(difference, sampled)
+    if not is_bounded:
+        sums = log_weight.sum(-1, dtype=torch.float64)[sampled.any(-1)]
+        metrics = {"is/row_ess": effective_sample_size(sums) / max(len(sums), 1)}
+        return Advantages(values=advantages, quantities={LOG_WEIGHT: log_weight}, metrics=metrics)
+    ratio = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = balanced_bounds(ratio[sampled], advantages[sampled], loss)
+    bounds = torch.where(advantages < 0, low, torch.full_like(advantages, high))
+    return Advantages(
+        values=advantages,
+        quantities={LOG_WEIGHT: log_weight, "clip_bounds": bounds},
+        metrics={"actor/bapo_low": low, "actor/bapo_high": high},
     )
 
 

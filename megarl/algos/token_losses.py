@@ -11,7 +11,7 @@ from megarl.algos.corrections import CORRECTION
 from megarl.algos.covariance import CHOSEN
 from megarl.algos.mixed_groups import demonstration_mask, kept_tokens
 from megarl.algos.off_policy import imitation_masks, luffy_loss
-from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, policy_loss
+from megarl.algos.policy_losses import FURTHER_INPUTS, POLICY_LOSSES, PolicyLossInputs, policy_loss
 from megarl.algos.prefixes import TARGET_PROBS
 from megarl.config.algo import AlgoConfig, OffPolicyConfig
 from megarl.types import PolicyOutputs, Row, RowBatch, TokenQuantity
@@ -61,7 +61,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
         loss_mask=mask,
         correction=rows.quantities.get(CORRECTION),
         chosen=rows.quantity(CHOSEN) > 0 if loss.chooses else None,
-        **{name: rows.quantity(name) for name in ("ref_logprobs", "rollout_logprobs") if name in loss.reads},
+        **{name: rows.quantity(name) for name in FURTHER_INPUTS if name in loss.reads and name != "entropy"},
         entropy=out.entropy if "entropy" in loss.reads else None,
     )
     if off_policy.loss == "luffy":

@@ -2,11 +2,12 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
-from megarl.algos.corrections import check_correction
-from megarl.algos.cpo import check_cpo
+from megarl.algos.corrections import CORRECTIONS
+from megarl.algos.cpo import check_cpo, shapes_in_loss
 from megarl.algos.entropy import check_entropy
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
 from megarl.algos.policy_losses import POLICY_LOSSES
@@ -26,6 +27,7 @@ from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry, readers_of, refuse_unused, unknown_name
 
+_OF_ROWS = ("seq-mean-token-mean", "seq-mean-token-sum")
 # The settings of algo.off_policy that choose a reshape; a setting that the reshape reads begins with the same name.
 _RESHAPES: Mapping[str, FunctionRegistry[ReshapeMaker, ReshapeRule]] = {
     "reshape": DEMONSTRATION_RESHAPES,
@@ -42,7 +44,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     megarl.errors.ConfigError: algo.aggregation: unknown aggregation 'mean'; expected one of: ...
     """
     ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
-    part = POLICY_LOSSES.get(cfg.policy_loss.name)
+    POLICY_LOSSES.get(cfg.policy_loss.name)
     AGGREGATIONS.get(cfg.aggregation)
     KL_CONTROLLERS.get(cfg.kl.controller)
     KL_ESTIMATORS.get(cfg.kl.estimator)
@@ -52,37 +54,104 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     demonstration_reshape(cfg.off_policy)
     ratio_reshape(cfg.off_policy)
     check_values(cfg, ("algo",), "algo")
-    key, loss = "loss_estimator" if cfg.kl.where == "both" else "estimator", cfg.policy_loss
+    key = "loss_estimator" if cfg.kl.where == "both" else "estimator"
     in_loss = getattr(cfg.kl, key)
     if cfg.kl.in_loss and (refusal := KL_ESTIMATORS.get(in_loss).refused_in_loss):
         raise ConfigError(
             f"algo.kl.{key}: got {in_loss!r} with algo.kl.where={cfg.kl.where}: {refusal}; "
             f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
         )
-    if part.row_ratio and cfg.aggregation != "seq-mean-token-mean":
+    _check_policy_loss(cfg)
+    if cfg.high_entropy_share is not None and shapes_in_loss(cfg.cpo):
         raise ConfigError(
-            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={loss.name}, whose ratio "
-            f"is one per row; set algo.aggregation=seq-mean-token-mean"
+            f"algo.high_entropy_share: got {cfg.high_entropy_share:g} with algo.cpo.entropy_source=current, which "
+            "shapes advantages in the loss, after those of other tokens were set to 0; set algo.cpo.entropy_source=old"
         )
-    if loss.clip_high > part.tuned_clip:
-        warnings.warn(
-            f"algo.policy_loss.clip_high={loss.clip_high} hardly ever clips under {loss.name}, whose ratio is a mean "
-            f"over the row; the paper uses 3e-4 and 4e-4",
-            stacklevel=2,
-        )
+    if cfg.step_scale_power is None:
+        remedy = "set algo.step_scale_power=0.5"
+        refuse_unused("algo", cfg, ("step_scale_ess",), "algo.step_scale_power=null", remedy)
     shapers_of(cfg)
     check_rewards(cfg, max_response_tokens=max_response_tokens)
     check_cpo(cfg.cpo)
     check_correction(cfg)
     _check_demonstrations(cfg)
     check_entropy(cfg)
+    if not AGGREGATIONS.get(cfg.aggregation).uses_horizon:
+        situation, remedy = f"algo.aggregation={cfg.aggregation}", "set algo.aggregation=dr_grpo"
+        refuse_unused("algo", cfg, ("aggregation_horizon_tokens",), situation, remedy)
+
+
+def _check_policy_loss(cfg: AlgoConfig) -> None:
+    """Raise ConfigError for an aggregation that the loss does not allow, and for settings that it does not read."""
+    loss, part = cfg.policy_loss, POLICY_LOSSES.get(cfg.policy_loss.name)
+    if part.row_ratio and cfg.aggregation not in _OF_ROWS:
+        raise ConfigError(
+            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={loss.name}, whose ratio "
+            f"is one per row; set algo.aggregation=seq-mean-token-mean, or seq-mean-token-sum as LUSPO does"
+        )
+    if loss.clip_high > part.tuned_clip:
+        warnings.warn(
+            f"algo.policy_loss.clip_high={loss.clip_high} hardly ever clips under {loss.name}; lower it, as "
+            f"{part.clip_note}",
+            stacklevel=2,
+        )
+    if loss.name == "drpo" and loss.drpo_delta > 1:
+        warnings.warn(
+            f"algo.policy_loss.drpo_delta={loss.drpo_delta} bounds no change of a probability, as none is above 1; it "
+            f"scales gradients by 1 ± {1 / loss.drpo_delta:.2g} at most. A value below 1 ends them",
+            stacklevel=2,
+        )
     for name, readers in readers_of(POLICY_LOSSES).items():
         if loss.name not in readers:
             situation, remedy = f"algo.policy_loss.name={loss.name}", f"set algo.policy_loss.name={readers[0]}"
             refuse_unused("algo.policy_loss", loss, (name,), situation, remedy, harmless=(None,))
-    if not AGGREGATIONS.get(cfg.aggregation).uses_horizon:
-        situation, remedy = f"algo.aggregation={cfg.aggregation}", "set algo.aggregation=dr_grpo"
-        refuse_unused("algo", cfg, ("aggregation_horizon_tokens",), situation, remedy)
+
+
+def check_correction(cfg: AlgoConfig) -> None:
+    """Raise ConfigError for an unknown correction, options that are not read, or a loss without a place for it.
+
+    >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=0.9)))
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.correction.low: got 0.9, which is not read with algo.correction.name=none, ...
+    """
+    correction = cfg.correction
+    rule = CORRECTIONS.get(correction.name)
+    takes = ", ".join(sorted(rule.options)) or "no options"
+    if correction.name == "baseline_unbiased":
+        takes += ": its baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
+    refuse_unused(
+        "algo.correction",
+        correction,
+        (each.name for each in fields(correction) if each.name != "name" and each.name not in rule.options),
+        f"algo.correction.name={correction.name}, which takes {takes}",
+        "choose another correction",
+    )
+    loss = POLICY_LOSSES.get(cfg.policy_loss.name)
+    if loss.row_ratio and correction.name not in ("none", "rollout_ratio"):
+        raise ConfigError(
+            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose "
+            "ratio is one per row and takes no weights per token; set algo.correction.name=rollout_ratio, which takes "
+            "that ratio to the engine's log-probs, or none"
+        )
+    if loss.takes_weights and not rule.per_token:
+        raise ConfigError(
+            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, which "
+            "multiplies the weights of a row's tokens, so that one of the whole row would count as often as it has "
+            "tokens; set algo.correction.name=tis_upper, or another whose weights are those of tokens"
+        )
+    if "clip_bounds" in loss.reads and not rule.rollout_ratio:
+        raise ConfigError(
+            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose "
+            "bounds are chosen by ratios to the engine's log-probs, which the loss has to have, too; set "
+            "algo.correction.name=rollout_ratio"
+        )
+    if "old_logprobs" not in loss.reads and rule.rollout_ratio:
+        raise ConfigError(
+            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, which "
+            "has no ratio that could be taken to the engine's log-probs; set algo.correction.name=tis_upper or another "
+            "with weights, or algo.policy_loss.name=ppo_clip"
+        )
 
 
 def _check_demonstrations(cfg: AlgoConfig) -> None:

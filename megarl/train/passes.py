@@ -221,9 +221,13 @@ class RoleUpdater(RolePasses):
         dims: Dims | None = None,
         teaching: Teaching | None = None,
         is_taught: bool = False,
+        step_scale: Callable[[Sequence[Row]], float] | None = None,
     ) -> None:
-        """Make the updates of a role. is_taught: as in `WeightWatch`."""
+        """Make the updates of a role. is_taught: as in `WeightWatch`. step_scale: by what the learning rate of an
+        optimizer step on these rows is multiplied.
+        """
         super().__init__(workers, role, temperature=temperature, dims=dims)
+        self._step_scale = step_scale
         self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
         self._watch = WeightWatch(role.role, is_taught=is_taught)
         self.num_optimizer_steps = 0
@@ -234,6 +238,7 @@ class RoleUpdater(RolePasses):
         Raises RunError if the first updates have something to learn, and move nothing.
         """
         optimizer = self._role.settings.optimizer
+        scale = 1.0 if self._step_scale is None else self._step_scale(rows)
         request = UpdateRequest(
             role=self._role.role,
             step=step,
@@ -241,7 +246,7 @@ class RoleUpdater(RolePasses):
             state=state,
             denominators=self._objective.denominators(rows),
             temperature=self._temperature,
-            lr=learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
+            lr=scale * learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
             with_outputs=with_outputs,
             teaching=self._teaching,
             watches=not self._watch.is_done,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from megarl.algos.batch_statistics import step_scale
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
@@ -294,6 +295,7 @@ def _update_stage(
             dims=read_model_spec(role.model.path).dims,
             teaching=teaching if role.role is Role.ACTOR else None,
             is_taught=is_taught and role.role is Role.ACTOR,
+            step_scale=partial(step_scale, cfg=algo) if role.role is Role.ACTOR else None,
         )
         for role in inputs.roles
         if role.trainable

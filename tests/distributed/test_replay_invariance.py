@@ -27,6 +27,7 @@ from tests.helpers.replays import (
     ADAM,
     ALGORITHMS,
     LEARNING_RATES,
+    OFF_POLICY,
     TEMPERATURE,
     TIED,
     Case,
@@ -115,6 +116,10 @@ SHORT = {
     ("pp2 uneven", "token-mean"),
     ("pp2 vpp2", "token-mean"),
     ("cp2", "gspo"),
+    ("tp2-sp", "vespo+m2po"),
+    ("dp2", "vespo+m2po"),
+    ("tp1 row by row", "ctpo+high entropy"),
+    ("pp2", "ctpo+high entropy"),
 }
 # These differ from the others in pure functions, which unit tests cover, and in quantities that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")
@@ -169,7 +174,12 @@ def dense_steps(replay: Replay) -> list[DenseStep]:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=pytest.mark.long if name in RARE else ()) for name in ALGORITHMS]
+    "algorithm",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in RARE else ())
+        for name in ALGORITHMS
+        if name not in OFF_POLICY
+    ],
 )
 def test_one_rank_equals_plain_torch(baseline: Callable[[str], Baseline], algorithm: str) -> None:
     replay, run = baseline(algorithm).replay, baseline(algorithm).run

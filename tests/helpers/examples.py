@@ -1,6 +1,7 @@
 """Names that the examples in docstrings may use besides those of their module: short ways to make inputs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,6 @@ def pairs(log_ratios: Any, *, logprobs: Any = None, num_tokens: Any = None) -> P
 
 NAMES = {
     **{name: getattr(megarl.config.algo, name) for name in dir(megarl.config.algo) if name.endswith("Config")},
-    **{made.__name__: made for made in (EntropyConfig, tensor, step, row, rows, outputs)},
+    **{made.__name__: made for made in (EntropyConfig, replace, tensor, step, row, rows, outputs)},
     **{made.__name__: made for made in (loss_inputs, pairs, ratios, terms)},
 }

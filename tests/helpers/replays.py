@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
-from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
+from megarl.config.algo import AlgoConfig, CorrectionConfig, KLConfig, PolicyLossConfig
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
@@ -48,6 +48,17 @@ ALGORITHMS = {
     "clip_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="clip_cov", cov_share=0.2, cov_low=0.0, dual_clip=None)),
     "kl_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov", cov_share=0.2, cov_kl_coef=0.7)),
 }
+# Weights of whole rows, sums along them, and masks by statistics of all rows; the oracle of unit tests has these too.
+OFF_POLICY = {
+    "vespo+m2po": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="vespo"),
+        correction=CorrectionConfig(name="m2po", max_second_moment=0.5),
+    ),
+    "ctpo+high entropy": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="ctpo", clip_low=0.1, clip_high=0.1, ctpo_dual=0.2), high_entropy_share=0.3
+    ),
+}
+ALGORITHMS |= OFF_POLICY
 # Ties change which gradients meet in the embedding.
 TIED = {name: name != "seq-mean-token-mean+entropy" for name in ALGORITHMS}
 
@@ -96,9 +107,8 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
     rows = [row_from_sample(sample) for sample in replayed.samples]
     model = ModelConfig(path=str(path), dtype="float32")
     everything = [list(range(len(rows)))]
-    logprobs = pool.run(ranks.forward_actor, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[
-        0
-    ].quantities["logprobs"]
+    found = pool.run(ranks.forward_actor, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[0]
+    logprobs, entropy = found.quantities["logprobs"], found.quantities["entropy"]
 
     rng = np.random.default_rng(7)
 
@@ -107,6 +117,10 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
         return np.where(rows[i].loss_mask, logprobs[i] + noise, np.float32(0))
 
     rows = [row.with_quantities(old_logprobs=noisy(i, 0.3), ref_logprobs=noisy(i, 0.2)) for i, row in enumerate(rows)]
+    if name in OFF_POLICY:
+        # Samples a little away from the policy, so that statistics part them.
+        extra = [{"rollout_logprobs": noisy(i, 0.6), "old_entropy": entropy[i]} for i in range(len(rows))]
+        rows = [row.with_quantities(**values) for row, values in zip(rows, extra, strict=True)]
     algorithm = build_algorithm(ALGORITHMS[name], max_response_tokens=64)
     rewards = [Reward(score=score, correct=score == 1.0) for score in REWARDS]
     advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state())

@@ -10,7 +10,8 @@ DOCS = ROOT / "docs"
 # Written from the code, beside what the site makes.
 GENERATED = {DOCS / "configuration.md"}
 BY_HAND = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
-MAX_WORDS, MAX_PAGES, MAX_LINKS = 34_000, 34, 14
+# The 35th page, of at most 1,200 words, is the map of off-policy methods: formulas, biases, which one to take.
+MAX_WORDS, MAX_PAGES, MAX_LINKS = 35_200, 35, 14
 
 
 def test_pages_by_hand_are_few_and_short() -> None:

@@ -13,6 +13,7 @@ from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, 
 from megarl.errors import ConfigError
 from megarl.registry import refuse_unused
 
+_GAMMA = Range(expected=">= 1e-4", at_least=1e-4)
 # Settings of algo.off_policy that change nothing without demonstrations.
 _NEED_DEMONSTRATIONS = ("loss", "demonstration_weight", "prefix_reward", "only_positive")
 
@@ -22,11 +23,13 @@ class PolicyLossConfig:
     """Choose the per-token policy loss and its clipping range; the losses `reinforce` and `sapo` do not clip."""
 
     name: str = "ppo_clip"  # Name of the policy loss; see docs/algorithms.md.
-    # Ratios are clipped below 1 - clip_low; 1: not at all. gmpo: log-ratios are clipped below -clip_low.
+    # Ratios are clipped below 1 - clip_low; 1: not at all. gmpo: log-ratios are clipped below -clip_low. dppo_tv,
+    # dppo_kl: largest divergence of a token that becomes less likely. ctpo: log-ratios, times the root of the place.
     clip_low: float = setting(0.2, SHARE)
-    # Ratios are clipped above 1 + clip_high. gmpo: log-ratios are clipped above clip_high.
+    # Ratios are clipped above 1 + clip_high. gmpo: log-ratios are clipped above clip_high. dppo_tv, dppo_kl: largest
+    # divergence of a token that becomes more likely. ctpo: log-ratios, times the root of the place in the row.
     clip_high: float = setting(0.2, POSITIVE)
-    # ppo_clip: for negative advantages, the loss is at most this × |advantage|; null: no bound.
+    # ppo_clip, bapo: for negative advantages, the loss is at most this × |advantage|; null: no bound.
     dual_clip: float | None = setting(3.0, Range(expected="> 1, or null for no bound", above=1))
     tau_pos: float = setting(1.0, POSITIVE)  # sapo: how fast the gate closes for positive advantages.
     tau_neg: float = setting(1.05, POSITIVE)  # sapo: how fast the gate closes for negative advantages.
@@ -36,9 +39,21 @@ class PolicyLossConfig:
     cov_low: float = setting(1.0, ANY_NUMBER)
     cov_high: float = setting(5.0, ANY_NUMBER)  # clip_cov: tokens are chosen among those of a covariance below this.
     cov_kl_coef: float = setting(1.0, AT_LEAST_0)  # kl_cov: coefficient of the penalty on chosen tokens.
+    # drpo: change of a token's probability at which its gradient ends; above 1 it never does, only shrinks.
+    drpo_delta: float = setting(12.5, POSITIVE)
+    vespo_pos: tuple[float, float] = setting((2.0, 3.0), _GAMMA)  # vespo: k and λ where A ≥ 0.
+    vespo_neg: tuple[float, float] = setting((3.0, 2.0), _GAMMA)  # vespo: k and λ where A < 0.
+    ctpo_dual: float = setting(0.05, POSITIVE)  # ctpo: for A < 0, bound of log-ratios, times the root of the place.
+    # bapo: range from which the lower bound of the ratio is chosen, in steps of 0.05.
+    bapo_low: tuple[float, float] = setting((0.6, 0.8), SHARE)
+    bapo_high: tuple[float, float] = setting((1.2, 2.0), POSITIVE)  # bapo: the same for the upper bound.
+    bapo_target: float = setting(1.0, POSITIVE)  # bapo: weight of positive advantages, at least, per negative one.
 
     def check(self, key: str) -> None:
-        """Raise ConfigError unless there are covariances between the two bounds."""
+        """Raise ConfigError unless there is something between bounds."""
+        for name, (low, high) in (("bapo_low", self.bapo_low), ("bapo_high", self.bapo_high)):
+            if low > high:
+                raise ConfigError(f"{key}.{name}: got {[low, high]}, expected the lower bound first; exchange them")
         if not self.cov_low < self.cov_high:
             raise ConfigError(
                 f"{key}.cov_low and {key}.cov_high: got {self.cov_low} and {self.cov_high}, expected "
@@ -129,6 +144,12 @@ class AlgoConfig:
     aggregation: str = "token-mean"  # How per-token losses are aggregated; see docs/algorithms.md.
     # Length by which seq-mean-token-sum-norm and dr_grpo divide the loss; null: rollout.max_response_tokens.
     aggregation_horizon_tokens: int | None = setting(None, AT_LEAST_1)
+    # Share of a step's policy tokens that the policy loss trains, those of the highest entropy; null: all.
+    high_entropy_share: float | None = setting(None, SHARE)
+    # Scale the learning rate of each optimizer step by this power of the share of rows that count after weighting, by
+    # ESS / (rows × step_scale_ess), at most 1 (0.5: the square root); null: no scale.
+    step_scale_power: float | None = setting(None, SHARE)
+    step_scale_ess: float = setting(1.0, SHARE)  # Share of rows that count at which the learning rate is not scaled.
 
     def check(self, key: str) -> None:
         """Raise ConfigError for parts that do not go together, and settings that nothing reads for want of another."""

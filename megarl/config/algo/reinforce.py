@@ -52,6 +52,8 @@ class CorrectionConfig:
     low: float = setting(0.5, AT_LEAST_0)  # Lower threshold, inclusive; at most 1.
     high: float = setting(5.0, POSITIVE)  # Upper threshold, inclusive; at least 1.
     max_kl_nats: float = setting(0.1, POSITIVE)  # sequence_mask: mask rows whose mean of −ln ρ exceeds this.
+    # m2po: mask the tokens of the largest (ln ρ)², as few as bring the mean of those of a step below this.
+    max_second_moment: float = setting(0.04, POSITIVE)
     # Upper bound of the weights of tokens that the gate (the rule that rejects tokens) accepts; null: none.
     token_cap: float | None = setting(None, POSITIVE)
     # Give weight 0 to rows that have a token with ρ above this or below its inverse; null: none.

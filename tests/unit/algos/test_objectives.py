@@ -118,5 +118,5 @@ def test_names() -> None:
     own = build_algorithm(AlgoConfig(), max_response_tokens=8)
     assert objective_by_name("algorithm", own) is objective_by_name("ppo_clip", own) is own
     assert objective_by_name("cispo", own).cfg.policy_loss.name == "cispo"
-    with pytest.raises(ConfigError, match="unknown objective 'sft'; expected one of: algorithm, cispo"):
+    with pytest.raises(ConfigError, match="unknown objective 'sft'; expected one of: algorithm, bapo, cispo"):
         objective_by_name("sft", own)

@@ -53,6 +53,7 @@ LOSS_ESTIMATORS = [name for name in KL_ESTIMATORS if KL_ESTIMATORS.get(name).ref
 def policy_loss_config(name: str) -> AlgoConfig:
     return AlgoConfig(
         policy_loss=PolicyLossConfig(name=name),
+        correction=CorrectionConfig(name="rollout_ratio" if name == "bapo" else "none"),
         aggregation="seq-mean-token-mean" if POLICY_LOSSES.get(name).row_ratio else "token-mean",
     )
 
@@ -88,6 +89,7 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
             f"luffy={name}",
             AlgoConfig(off_policy=OffPolicyConfig(loss="luffy", reshape=reshape), demonstrations=GIVEN),
         )
+    yield "highest entropies", AlgoConfig(high_entropy_share=0.4)
     yield "imitation", AlgoConfig(off_policy=OffPolicyConfig(loss="sft"), demonstrations=GIVEN)
 
 
@@ -132,6 +134,7 @@ def test_a_policy_loss_by_itself(name: str) -> None:
             advantages=spoiled(numbers(3, -1, 1), fill),
             loss_mask=MASK,
             chosen=numbers(4) > -1,
+            clip_bounds=spoiled(numbers(6, 0.8, 1.2), fill),
         )
         cfg = PolicyLossConfig(name=name)
         weighted = policy_loss(replace(x, correction=spoiled(numbers(5, 0, 2), fill)), cfg)

@@ -1,15 +1,19 @@
 """What the driver asks the ranks for: micro-batch plans, rows with what the objective reads, mini-batches of groups."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from megarl.algos.batch_statistics import step_scale
 from megarl.algos.preference import preference_objective
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
+from megarl.config.algo import AlgoConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
 from megarl.errors import ConfigError
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
@@ -254,6 +258,18 @@ def test_the_learning_rate_follows_the_optimizer_steps() -> None:
     resumed.num_optimizer_steps = 1
     resumed.update([make_row("a", 1)], AlgoState(), step=2)
     assert workers.updated[-1][2].lr == 1.0
+
+
+def test_the_learning_rate_is_scaled_by_what_the_rows_of_the_step_say() -> None:
+    """Rows whose weights are 1, and 1 beside one of about 0: shares of 1 and a half, and their roots."""
+    workers, scale = FakeWorkers(), partial(step_scale, cfg=AlgoConfig(step_scale_power=0.5))
+    updater = RoleUpdater(workers, role_of(lr=1.0), SftAlgorithm(), total_steps=3, step_scale=scale)
+    for weights in ((0.0, 0.0), (0.0, -20.0)):
+        rows = [make_row(uid, 1, log_weight=weight) for uid, weight in zip("ab", weights, strict=True)]
+        updater.update(rows, AlgoState(), step=1)
+    assert [request.lr for *_, request in workers.updated] == pytest.approx([1.0, math.sqrt(0.5)])
+    # Ranks do not get the weights.
+    assert all(not row.quantities for rows, *_ in workers.updated for row in rows)
 
 
 # --- all steps of a batch

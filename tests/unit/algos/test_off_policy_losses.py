@@ -1,0 +1,165 @@
+"""Losses for samples that are stale, by hand: values, gradients, and what each is where policy and anchor agree."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algos import build_algorithm
+from megarl.algos.off_policy_losses import balanced_bounds, binary_kl, binary_tv
+from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
+from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, PolicyLossConfig
+from megarl.errors import ConfigError
+
+LN2 = math.log(2)
+NAMES = ("dppo_tv", "dppo_kl", "drpo", "topr", "vespo", "ctpo", "ctpo_geomean", "bapo")
+
+
+def double(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def outcome(
+    name: str, probs: list[float], anchors: list[float], advantages: list[float], *, weights: Any = None, **cfg: Any
+) -> tuple[list[float], list[float]]:
+    """The loss of the tokens of one row, and its gradient in their log-probs."""
+    logprobs = double([probs]).log().requires_grad_()
+    x = PolicyLossInputs(
+        logprobs=logprobs,
+        old_logprobs=double([anchors]).log(),
+        advantages=double([advantages]),
+        loss_mask=torch.ones(1, len(probs), dtype=torch.bool),
+        correction=None if weights is None else double([weights]),
+        clip_bounds=torch.where(double([advantages]) < 0, 0.75, 1.5),
+    )
+    loss = policy_loss(x, PolicyLossConfig(name=name, **cfg)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    return loss[0].tolist(), gradient[0].tolist()
+
+
+def near(values: list[float]) -> Any:
+    return pytest.approx(values, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_policy_and_anchor_agree_it_is_the_policy_gradient(name: str) -> None:
+    advantages = [1.0, -2.0, 0.0, 0.5]
+    probs = [0.5, 0.25, 0.9, 0.01]
+    assert outcome(name, probs, probs, advantages)[1] == near([-1.0, 2.0, 0.0, -0.5])
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_blocks_only_what_moves_on(name: str) -> None:
+    """Probabilities move by 0.4, from 0.2 to 0.6 and back: a TV of 0.4, and KLs of 0.335 and 0.382 nats."""
+    up, down = ([0.6] * 3, [0.2] * 3), ([0.2] * 3, [0.6] * 3)
+    advantages = [1.0, -1.0, 0.0]
+    assert outcome(name, *up, advantages)[1] == near([0.0, 3.0, 0.0])
+    assert outcome(name, *down, advantages)[1] == near([-1 / 3, 0.0, 0.0])
+    # Each bound on its own side.
+    assert outcome(name, *up, advantages, clip_high=0.41, clip_low=0.01)[1] == near([-3.0, 3.0, 0.0])
+    assert outcome(name, *down, advantages, clip_high=0.01, clip_low=0.41)[1] == near([-1 / 3, 1 / 3, 0.0])
+
+
+def test_divergences_of_two_outcomes() -> None:
+    p, q = double([0.6, 0.2, 1.0, 0.5, 0.5, 1e-30]), double([0.2, 0.6, 0.5, 1.0, 0.5, 1e-30])
+    assert binary_tv(p.log(), q.log()).tolist() == near([0.4, 0.4, 0.5, 0.5, 0.0, 0.0])
+    expected = [0.2 * math.log(1 / 3) + 0.8 * math.log(2), 0.6 * math.log(3) + 0.4 * math.log(0.5), math.inf, LN2, 0, 0]
+    assert binary_kl(p.log(), q.log()).tolist() == near(expected)
+
+
+def test_drpo_pulls_by_the_change_of_the_probability() -> None:
+    """w = 1 − sign(A(r − 1))·|p − q|/δ; |p − q| = 0.4, r = 3."""
+    values, gradient = outcome("drpo", [0.6, 0.6], [0.2, 0.2], [1.0, -1.0], drpo_delta=0.5)
+    # |A|·q·(r − 1)²/(2δ) = 0.2·4/1.
+    assert values == near([-3 + 0.8, 3 + 0.8])
+    assert gradient == near([-3 * (1 - 0.4 / 0.5), 3 * (1 + 0.4 / 0.5)])
+    with pytest.warns(UserWarning, match="bounds no change"):
+        build_algorithm(AlgoConfig(policy_loss=PolicyLossConfig(name="drpo")), max_response_tokens=8)
+
+
+def test_topr_bounds_the_ratio_of_a_row_where_it_fails() -> None:
+    # Ratios ½ and 1/4: the row's is 1/8. Where the row's is above 1, the weight is 1.
+    assert outcome("topr", [0.25, 0.125], [0.5, 0.5], [-1.0, -1.0])[1] == near([0.125, 0.125])
+    assert outcome("topr", [0.25, 0.125], [0.5, 0.5], [1.0, 1.0])[1] == near([-1.0, -1.0])
+    assert outcome("topr", [0.5, 0.5], [0.25, 0.25], [-1.0, -1.0])[1] == near([1.0, 1.0])
+    assert outcome("topr", [1e-30], [1.0], [-1.0])[1] == near([math.exp(-20)])
+
+
+def test_vespo_weighs_the_row_with_the_correction_in_it() -> None:
+    # w = 2·½·¼·2 = ½.
+    weights, probs, anchors = [0.25, 2.0], [0.5, 0.25], [0.25, 0.5]
+    for advantage, k, rate in ((1.0, 2, 3), (-1.0, 3, 2)):
+        expected = 0.5**k * math.exp(rate * 0.5)
+        gradient = outcome("vespo", probs, anchors, [advantage] * 2, weights=weights)[1]
+        assert gradient == near([-advantage * expected] * 2)
+
+
+def test_ctpo_bounds_the_ratio_of_the_row_so_far() -> None:
+    # Ratios 2, 2, 1/8: cumulative ones 2, 4, ½; their geometric means 2, 2, ½^(1/3).
+    probs, anchors = [0.5, 0.5, 0.0625], [0.25, 0.25, 0.5]
+    cfg: dict[str, Any] = {"clip_low": 0.25, "clip_high": 1.0, "ctpo_dual": 0.5}
+    # A > 0: e^{1·1} = 2.7 is above 2, and e^{√2} = 4.1 above 4.
+    assert outcome("ctpo", probs, anchors, [1.0] * 3, **cfg)[0] == near([-2.0, -4.0, -0.5])
+    # A < 0: bounded by e^{0.5·√t} where above, by e^{−0.25·√t} where below.
+    expected = [math.exp(0.5), math.exp(0.5 * math.sqrt(2)), math.exp(-0.25 * math.sqrt(3))]
+    assert outcome("ctpo", probs, anchors, [-1.0] * 3, **cfg) == (near(expected), [0.0, 0.0, 0.0])
+    # A gradient through the own token alone.
+    assert outcome("ctpo", probs, anchors, [0.0, 0.0, 1.0], **cfg)[1] == near([0.0, 0.0, -0.5])
+    mean = [-2.0, -math.exp(math.sqrt(0.5)), -(0.5 ** (1 / 3))]
+    assert outcome("ctpo_geomean", probs, anchors, [1.0] * 3, **cfg)[0] == near([-2.0, -2.0, mean[2]])
+    cfg["clip_high"] = 0.75
+    tighter = [-2.0, -math.exp(0.75 / math.sqrt(2)), mean[2]]
+    assert outcome("ctpo_geomean", probs, anchors, [1.0] * 3, **cfg)[0] == near(tighter)
+
+
+def test_ctpo_is_capped_from_above_only() -> None:
+    cfg: dict[str, Any] = {"clip_high": 11.0, "clip_low": 0.025, "ctpo_dual": 0.05}
+    assert outcome("ctpo", [1.0], [1e-5], [1.0], **cfg) == (near([-math.exp(10)]), [0.0])
+    assert outcome("ctpo", [1e-8], [1.0], [1.0], **cfg)[0] == near([-1e-8])
+
+
+def test_bapo_bounds_are_those_that_balance_what_trains() -> None:
+    cfg = PolicyLossConfig(name="bapo")
+
+    def bounds(ratios: list[float], advantages: list[float]) -> tuple[float, float]:
+        return balanced_bounds(double(ratios), double(advantages), cfg)
+
+    assert bounds([1.0, 1.0], [1.0, -0.5]) == (0.6, 1.2)
+    # Raised until the ratio of 0.67 has no gradient: 1·1 ≥ 1·0.9.
+    assert bounds([1.0, 1.0, 0.67], [1.0, -0.9, -1.0]) == pytest.approx((0.7, 1.2))
+    # Then the upper one, until 1.42 has one.
+    assert bounds([1.0, 1.0, 1.42], [1.0, -2.0, 1.0]) == pytest.approx((0.8, 1.45))
+    assert bounds([1.0, 1.0], [1.0, -2.0]) == pytest.approx((0.8, 2.0))
+    assert bounds([], []) == bounds([1.0], [1.0]) == (0.6, 1.2)
+
+
+def test_bapo_clips_at_the_bound_of_each_sign() -> None:
+    values, gradient = outcome("bapo", [0.8, 0.2, 0.2, 0.8], [0.4, 0.4, 0.4, 0.2], [1.0, 1.0, -1.0, -1.0])
+    assert values == near([-1.5, -0.5, 0.75, 3.0])
+    assert gradient == near([0.0, -0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (AlgoConfig(policy_loss=PolicyLossConfig(name="bapo")), "set algo.correction.name=rollout_ratio"),
+        (
+            AlgoConfig(policy_loss=PolicyLossConfig(name="vespo"), correction=CorrectionConfig(name="sequence")),
+            "as often as it has tokens",
+        ),
+        (AlgoConfig(step_scale_ess=0.5), "algo.step_scale_ess: got 0.5, which is not read"),
+        (
+            AlgoConfig(high_entropy_share=0.2, cpo=CpoConfig(method="seq_kl", entropy_source="current")),
+            "algo.high_entropy_share: got 0.2 with algo.cpo.entropy_source=current",
+        ),
+        (
+            AlgoConfig(policy_loss=PolicyLossConfig(name="gspo", clip_high=4e-4), aggregation="token-mean"),
+            "seq-mean-token-sum as LUSPO does",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(cfg: AlgoConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_algorithm(cfg, max_response_tokens=8)
