@@ -33,21 +33,21 @@ def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     return mask & (entropy >= float(np.quantile(entropy[mask].double().numpy(), 1 - share)))
 
 
-def second_moment_bound(log_ratios: Tensor, limit: float) -> float:
-    """Return the largest d² of `log_ratios` [N] that stays if the fewest of the largest d² go, such that the mean of
-    the others is below `limit` (M2PO, arXiv:2510.01161, with 0.04); at least one stays, and ties with it.
+def within_second_moment(log_ratios: Tensor, limit: float) -> Tensor:
+    """Return which of `log_ratios` [N] stay if the fewest of the largest d² go, such that the mean of the others is
+    below `limit` (M2PO, arXiv:2510.01161, with 0.04); at least one stays, and the first of equal ones stay.
 
     As in AReaL, d is that of the policy at the start of the step; the paper has the current one. AReaL sorts within a
     micro-batch.
 
-    >>> second_moment_bound(tensor([0.25, -0.5, 2.0]), 0.2)
-    0.25
+    >>> within_second_moment(tensor([0.1, 1.0, -0.2]), 0.04).tolist()
+    [True, False, True]
     """
-    squares = log_ratios.double().square().sort().values
-    if not len(squares):
-        return torch.inf
+    squares, order = log_ratios.double().square().sort(stable=True)
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
-    return float(squares[max(int((means < limit).sum()), 1) - 1])
+    kept = torch.zeros_like(log_ratios, dtype=torch.bool)
+    kept[order[: max(int((means < limit).sum()), 1)]] = True
+    return kept
 
 
 def effective_sample_size(log_weights: Tensor) -> float:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.batch_statistics import second_moment_bound
+from megarl.algos.batch_statistics import within_second_moment
 from megarl.algos.correction_metrics import RatioSums, ratio_sums
 from megarl.algos.masked import row_blocks, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO
@@ -56,13 +56,11 @@ class Correction:
 class LogRatios:
     """The log-ratios ln ρ = ln π_trainer − ln π_engine [B, T], float64, and 0 outside `sampled` (bool).
 
-    Sums and means are over what tokens really have; only a result is clamped, before exp(). bound: what the rule's
-    `bound` says of all rows of the step.
+    Sums and means are over what tokens really have; only a result is clamped, before exp().
     """
 
     token: Tensor
     sampled: Tensor
-    bound: float = torch.inf
 
     @property
     def row_mean(self) -> Tensor:
@@ -148,27 +146,28 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def moment_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept tokens with (ln ρ)² up to the bound of the step, from `second_moment_bound`.
+    """Accept as many of a step's tokens as `within_second_moment` keeps with the limit `max_second_moment`.
 
-    >>> x = ratios([[1.0, 4.0]])
-    >>> moment_within(LogRatios(token=x.token, sampled=x.sampled, bound=0.04), CorrectionConfig()).tolist()
+    >>> moment_within(ratios([[1.0, 4.0]]), CorrectionConfig()).tolist()
     [[True, False]]
     """
-    return x.token.square() <= x.bound
+    accepted = torch.zeros_like(x.sampled)
+    accepted[x.sampled] = within_second_moment(x.token[x.sampled], cfg.max_second_moment)
+    return accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
     """A correction's weight, its gate (which tokens are accepted), and the `options` that it reads of its settings.
-    With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs. bound: a number that the
-    gate reads, from ln ρ [N] of all tokens of the step. per_token: whether neither depends on the row's other tokens.
+    With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs. whole: whether the gate
+    reads all rows of the step at once. per_token: whether no weight depends on the row's other tokens.
     """
 
     weight: Weight = field(kw_only=False)
     gate: Gate = every_token
     options: Collection[str] = ()
     rollout_ratio: bool = False
-    bound: Callable[[Tensor, CorrectionConfig], float] | None = None
+    whole: bool = False
     per_token: bool = False
 
     def __post_init__(self) -> None:
@@ -207,7 +206,7 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     "m2po",
     gate=moment_within,
     options=(*_GATED, "token_cap", "max_second_moment"),
-    bound=lambda log_ratios, cfg: second_moment_bound(log_ratios, cfg.max_second_moment),
+    whole=True,
     per_token=True,
 )
 @CORRECTIONS.register("seq_mask_tis", "seq-mask-tis", gate=row_within, options=_GATED_RATIO)
@@ -284,8 +283,8 @@ def compares_policies(cfg: AlgoConfig) -> bool:
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
-    """Compute a step's correction weights in float64, by blocks of rows: they are independent, except for a rule's
-    `bound`, and with `normalise`.
+    """Compute a step's correction weights in float64, by blocks of rows: they are independent, except for the gate of a
+    rule that is `whole`, and with `normalise`.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -304,15 +303,14 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
     # Normalised weights are rounded once, at the end.
     weights = torch.zeros_like(x.old_logprobs, dtype=torch.float64 if cfg.normalise else None)
     accepted = torch.zeros_like(x.loss_mask)
-    bound = torch.inf
-    if rule.bound is not None:
+    if rule.whole:
         everywhere = x.loss_mask & ~x.demonstration_mask
-        bound = rule.bound(_log_ratios(x, everywhere, first_row=0)[everywhere], cfg)
+        of_step = rule.gate(LogRatios(token=_log_ratios(x, everywhere, first_row=0), sampled=everywhere), cfg)
     for rows in row_blocks(x.loss_mask):
         part = CorrectionInputs(**{each.name: getattr(x, each.name)[rows] for each in fields(x)})
         sampled = part.loss_mask & ~part.demonstration_mask
-        ratios = LogRatios(token=_log_ratios(part, sampled, first_row=rows.start), sampled=sampled, bound=bound)
-        raw, gate = rule.weight(ratios, cfg), rule.gate(ratios, cfg)
+        ratios = LogRatios(token=_log_ratios(part, sampled, first_row=rows.start), sampled=sampled)
+        raw, gate = rule.weight(ratios, cfg), of_step[rows] if rule.whole else rule.gate(ratios, cfg)
         gate = gate | (part.advantages >= 0) if cfg.only_negative else gate
         # The mean of a long row would hide a single token with ρ > veto or ρ < 1 / veto.
         vetoed = (ratios.token.abs().exp() > (torch.inf if cfg.veto is None else cfg.veto)).any(-1)

@@ -46,14 +46,16 @@ def binary_tv(logprobs: Tensor, anchor: Tensor) -> Tensor:
 def binary_kl(logprobs: Tensor, anchor: Tensor) -> Tensor:
     """Return q·ln(q/p) + (1 − q)·ln((1 − q)/(1 − p)) of anchor q and policy p; no gradient.
 
-    1 − q is computed as −expm1(ln q), without the 1e-8 that public code adds; 0·ln 0 is 0.
+    1 − q is computed as −expm1(ln q), without the 1e-8 that public code adds. Log-probs are taken to be at most what a
+    probability of 1 is rounded from, so that D is finite.
 
     >>> binary_kl(tensor([0.5]).log(), tensor([0.75]).log()).round(decimals=4).tolist()
     [0.1308]
     """
-    logprobs, anchor = (values.detach().clamp(max=0) for values in (logprobs, anchor))
+    nearest = -torch.finfo(logprobs.dtype).eps / 2
+    logprobs, anchor = (values.detach().clamp(max=nearest) for values in (logprobs, anchor))
     rest = -anchor.expm1()
-    return anchor.exp() * (anchor - logprobs) - torch.special.entr(rest) - torch.special.xlogy(rest, -logprobs.expm1())
+    return anchor.exp() * (anchor - logprobs) + rest * (rest.log() - (-logprobs.expm1()).log())
 
 
 def _dppo(x: PolicyLossInputs, cfg: PolicyLossConfig, divergence: Divergence) -> PolicyLossTerms:
@@ -203,8 +205,8 @@ def balanced_bounds(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) ->
     """Return BAPO's bounds of the ratio for the tokens [N] of a step.
 
     S₊ = Σ r·A over tokens with A ≥ 0 and r ≤ high, and S₋ = Σ r·|A| over those with A < 0 and r ≥ low: the tokens that
-    have a gradient. While S₊/S₋ is below `bapo_target`, low rises, then high. Public code counts clipped tokens too,
-    with max(r, low): raising low then raises S₋, and low always runs to its end. This is our variant.
+    have a gradient. While S₊/(S₋ + 1e-8) is below `bapo_target`, low rises, then high. Public code counts clipped
+    tokens too, with max(r, low): raising low then raises S₋, and low always runs to its end. This is our variant.
 
     >>> balanced_bounds(tensor([1.0, 0.72]), tensor([1.0, -2.0]), PolicyLossConfig(name="bapo"))
     (0.75, 1.2)
@@ -221,7 +223,7 @@ def balanced_bounds(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) ->
     for low, high in pairs:
         gained = mass[positive & (ratio <= high)].sum()
         lost = mass[~positive & (ratio >= low)].sum()
-        if gained >= cfg.bapo_target * lost:
+        if not lost or gained / (lost + 1e-8) >= cfg.bapo_target:
             break
     return low, high
 

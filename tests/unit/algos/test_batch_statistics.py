@@ -11,8 +11,8 @@ from megarl.algos.batch_statistics import (
     LOG_WEIGHT,
     effective_sample_size,
     high_entropy,
-    second_moment_bound,
     step_scale,
+    within_second_moment,
 )
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
 from megarl.types import Row
@@ -41,16 +41,17 @@ def test_the_highest_entropies_are_above_an_interpolated_quantile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("log_ratios", "bound"),
+    ("log_ratios", "kept"),
     [
-        ([0.0, 0.0], 0.0),
-        ([0.1, -0.1, 0.5, 0.3], 0.09),  # means 0.01, 0.01, 0.037, 0.09
-        ([3.0, -2.0, 1.0], 1.0),  # none is small enough; one stays
-        ([], math.inf),
+        ([0.0, 0.0], [True, True]),
+        ([0.1, 0.5, -0.1, 0.3], [True, False, True, True]),  # means 0.01, 0.01, 0.037, 0.09
+        ([3.0, 1.0, -1.0], [False, True, False]),  # none is small enough; one stays
+        ([0.25, 0.25, -0.25, 0.0], [True, False, False, True]),  # means 0, 0.031, 0.042: the first of equal ones
+        ([], []),
     ],
 )
-def test_the_fewest_of_the_largest_squares_go(log_ratios: list[float], bound: float) -> None:
-    assert second_moment_bound(torch.tensor(log_ratios, dtype=torch.float64), 0.04) == pytest.approx(bound)
+def test_the_fewest_of_the_largest_squares_go(log_ratios: list[float], kept: list[bool]) -> None:
+    assert within_second_moment(torch.tensor(log_ratios, dtype=torch.float64), 0.04).tolist() == kept
 
 
 @pytest.mark.parametrize("shift", [0.0, -15.0, 800.0])

@@ -286,7 +286,7 @@ def test_permutation_padding_and_no_mutation(x: CorrectionInputs, cfg: Correctio
     assert padded.metrics == pytest.approx(plain.metrics, rel=1e-9, abs=1e-12)
 
 
-@given(x=batches(), name=st.sampled_from([name for name in NAMES if CORRECTIONS.get(name).bound is None]))
+@given(x=batches(), name=st.sampled_from([name for name in NAMES if not CORRECTIONS.get(name).whole]))
 def test_rows_do_not_depend_on_each_other(x: CorrectionInputs, name: str) -> None:
     cfg = CorrectionConfig(name=name)
     parts = [compute_correction(mapped(x, lambda t, i=i: t[i : i + 1]), cfg).weights for i in range(len(x.loss_mask))]

@@ -65,7 +65,9 @@ def test_dppo_blocks_only_what_moves_on(name: str) -> None:
 def test_divergences_of_two_outcomes() -> None:
     p, q = double([0.6, 0.2, 1.0, 0.5, 0.5, 1e-30]), double([0.2, 0.6, 0.5, 1.0, 0.5, 1e-30])
     assert binary_tv(p.log(), q.log()).tolist() == near([0.4, 0.4, 0.5, 0.5, 0.0, 0.0])
-    expected = [0.2 * math.log(1 / 3) + 0.8 * math.log(2), 0.6 * math.log(3) + 0.4 * math.log(0.5), math.inf, LN2, 0, 0]
+    # A probability of 1 is one of 1 − 2^-53.
+    rare = 0.5 * math.log(0.5) + 0.5 * math.log(0.5 * 2**53)
+    expected = [0.2 * math.log(1 / 3) + 0.8 * math.log(2), 0.6 * math.log(3) + 0.4 * math.log(0.5), rare, LN2, 0, 0]
     assert binary_kl(p.log(), q.log()).tolist() == near(expected)
 
 
