@@ -57,7 +57,7 @@ KINDS = {
     ),
     "newest": EnvironmentKind(
         lock=NEWEST,
-        inputs=(TORCH, NEWEST, SETUP, SELF),
+        inputs=(TORCH, NEWEST, KERNELS, SETUP, SELF),
         min_python=(3, 12),
         shown=("megarl", "torch", "megatron-core"),
         cpu_only=False,
@@ -256,7 +256,7 @@ def fill(venv: Path, torch_index: str, kind: str = "megarl") -> None:
         fail(f"pip could not install {lock.relative_to(ROOT)}; its reason is above")
     if kind != "peers" and not pip_install("--no-deps", "--no-build-isolation", "-e", str(ROOT)):
         fail("pip could not install megarl itself; its reason is above")
-    if kind == "megarl":
+    if kind != "peers":
         install_kernels(venv)
     if cpu_only:
         require_cpu_torch()

@@ -1,8 +1,5 @@
 """Check what adapters are trained with: kinds of layers that can have them, and how they reach the engines."""
 
-from importlib.util import find_spec
-
-from megarl.config.kernels import TRANSFORMER_ENGINE
 from megarl.config.lora import ENGINE_RANKS, LoraConfig, sent_alone
 from megarl.config.schema import ActorConfig, Config, role_settings
 from megarl.errors import ConfigError
@@ -31,11 +28,6 @@ def _check_role(key: str, settings: ActorConfig, lora: LoraConfig) -> None:
         )
     if settings.fp8 is not None:
         raise ConfigError(f"{key}: got adapters with actor.fp8={settings.fp8}, whose layers have no place for them")
-    if platform().name == "cuda" and find_spec(TRANSFORMER_ENGINE) is not None:
-        raise ConfigError(
-            f"{key}: got adapters on Transformer Engine's layers, whose norms are fused with the products that "
-            f"adapters are added to; this has not been run yet. Train the weights ({key}=null)"
-        )
 
 
 def check_lora_sync(config: Config) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from megarl.config.lora import LoraConfig
 from megarl.parallel.model import PackedModel, ValueModel, model_slices, named_shards, rank_slices
 from megarl.weights.adapter_files import initial_tensor, read_adapters
-from megarl.weights.adapters import adapter_spec
+from megarl.weights.adapters import adapter_name, adapter_spec
 from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import Partition, WeightRule
@@ -61,6 +61,8 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.rank, self.scale, self.packing, self.group = rank, scale, packing, group
         self.sequence_parallel, self.enabled = sequence_parallel, True
+        # Those of a row-parallel layer are one part.
+        self.rows: Packing = packing or (1, [(len(weight), 0)])
         num_a = 1 if packing is None else 1 + max(number for _, number in packing[1])
         self.a = torch.nn.Parameter(weight.new_zeros(num_a * rank, weight.shape[1]))
         self.b = torch.nn.Parameter(weight.new_zeros(weight.shape[0], rank))
@@ -85,40 +87,60 @@ class Adapter(torch.nn.Module):
             low = gather_from_sequence_parallel_region(low, group=self.group)
         elif self.group is not None:
             low = copy_to_tensor_model_parallel_region(low, group=self.group)
-        added: torch.Tensor = _AddLowRank.apply(out, low, self.b, self.packing or (1, [(len(self.b), 0)]))
+        added: torch.Tensor = _AddLowRank.apply(out, low, self.rows, [len(out)], self.b)
+        return added
+
+
+class ExpertAdapters(torch.nn.ModuleList):
+    """The adapters of experts that are one linear layer. Each adds to its expert's tokens, which lie end to end."""
+
+    enabled = True
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor, num_tokens: Sequence[int]) -> torch.Tensor:
+        """Add to the output, in place, what the inputs [Σ tokens, in] give, of which each expert has `num_tokens`."""
+        adapters = cast(list[Adapter], list(self))
+        parts = zip(adapters, x.split(num_tokens), strict=True)
+        low = torch.cat([each.scale * F.linear(own, each.a) for each, own in parts])
+        added: torch.Tensor = _AddLowRank.apply(out, low, adapters[0].rows, num_tokens, *(each.b for each in adapters))
         return added
 
 
 class _AddLowRank(torch.autograd.Function):
     """The autograd function (out [..., rows], low [..., rank numbers of every A], B) → out + B·low, written over `out`.
 
-    A linear layer does not read its output in backward, so nothing of that size need be made.
+    A linear layer does not read its output in backward, so nothing of that size need be made. num_tokens: of each B, by
+    the first axis.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, low: torch.Tensor, b: torch.Tensor, packing: Packing) -> torch.Tensor:
-        ctx.save_for_backward(low, b)
-        ctx.packing = packing
-        for target, x, part in _by_part(out.detach(), low, b, packing):
-            if target.dim() == 2:
-                target.addmm_(x, part.t())
-            else:
-                target.baddbmm_(x.expand(len(target), -1, -1), part.mT)
+    def forward(
+        ctx: Any, out: torch.Tensor, low: torch.Tensor, packing: Packing, num_tokens: Sequence[int], *bs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(low, *bs)
+        ctx.packing, ctx.num_tokens = packing, num_tokens
+        for own, narrow, b in zip(out.detach().split(num_tokens), low.split(num_tokens), bs, strict=True):
+            for target, x, part in _by_part(own, narrow, b, packing):
+                if target.dim() == 2:
+                    target.addmm_(x, part.t())
+                else:
+                    target.baddbmm_(x.expand(len(target), -1, -1), part.mT)
         # Were it `out` itself, it would be a view, which later layers may not write over. Writing through `detach` has
         # told autograd that `out` changed.
         return out.data
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[object, ...]:
-        low, b = ctx.saved_tensors
-        grad_low, grad_b, grad_out = torch.zeros_like(low), torch.empty_like(b), grad_out.contiguous()
-        targets = _by_part(grad_out, grad_low, grad_b, ctx.packing)
-        for (grad, x, part), (_, to_low, to_b) in zip(_by_part(grad_out, low, b, ctx.packing), targets, strict=True):
-            # Few rows and many columns multiply faster than many rows and few columns.
-            by_group = part.mT @ grad.mT
-            to_low += (by_group if by_group.dim() == 2 else by_group.sum(0)).t()
-            to_b.copy_((x.t() @ grad).mT)
-        return grad_out, grad_low, grad_b, None
+        low, *bs = ctx.saved_tensors
+        grad_low, grad_bs, grad_out = torch.zeros_like(low), [torch.empty_like(b) for b in bs], grad_out.contiguous()
+        split = (each.split(ctx.num_tokens) for each in (grad_out, low, grad_low))
+        for own, narrow, to_narrow, b, grad_b in zip(*split, bs, grad_bs, strict=True):
+            targets = _by_part(own, to_narrow, grad_b, ctx.packing)
+            for (grad, x, part), (_, to_low, to_b) in zip(_by_part(own, narrow, b, ctx.packing), targets, strict=True):
+                # Few rows and many columns multiply faster than many rows and few columns.
+                by_group = part.mT @ grad.mT
+                to_low += (by_group if by_group.dim() == 2 else by_group.sum(0)).t()
+                to_b.copy_((x.t() @ grad).mT)
+        return grad_out, grad_low, None, None, *grad_bs
 
 
 def _by_part(
@@ -151,13 +173,14 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
     expert_rank = adapters.dims.dim("expert_rank")
     for chunk in chunks:
         chunk.requires_grad_(False)
-        targets = [named for named in named_shards(chunk) if f"{named[0].removesuffix('.weight')}.lora.a" in rules]
+        targets = [named for named in named_shards(chunk) if adapter_name(named[0], "a") in rules]
         for name, local_name, weight in targets:
-            a, b = (rules[f"{name.removesuffix('.weight')}.lora.{letter}"].rule for letter in "ab")
+            a, b = (rules[adapter_name(name, letter)].rule for letter in "ab")
             is_expert = "{expert}" in a.names[0]
             is_whole = is_expert or layout.config.tp == 1 or a.partition is b.partition is Partition.REPLICATED
-            linear = chunk.get_submodule(local_name.removesuffix(".weight"))
-            linear.lora = Adapter(
+            path, _, number = local_name.rpartition(".weight")
+            linear = chunk.get_submodule(path)
+            adapter = Adapter(
                 weight,
                 rank=expert_rank if is_expert else config.rank,
                 scale=config.alpha / config.rank,
@@ -165,7 +188,11 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
                 group=None if is_whole else layout.tp_group,
                 sequence_parallel=chunk.config.sequence_parallel and not is_expert,
             )
-            linear.register_forward_hook(_add_adapter)
+            if not hasattr(linear, "lora"):
+                linear.register_forward_hook(_add_adapter)
+                linear.lora = ExpertAdapters() if number else adapter
+            if number:
+                linear.lora.append(adapter)
         if chunk.pre_process:
             # Layers that are computed again in backward have gradients only if their input needs some.
             chunk.embedding.register_forward_hook(
@@ -187,11 +214,11 @@ def attach_adapters(chunks: Sequence[PackedModel], config: LoraConfig, seed: int
 
 
 def _add_adapter(
-    linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, object]
+    linear: torch.nn.Module, inputs: tuple[torch.Tensor, *tuple[Any, ...]], output: tuple[torch.Tensor, object]
 ) -> tuple[torch.Tensor, object]:
-    (out, bias), adapter = output, linear.lora
-    assert isinstance(adapter, Adapter)
-    return (adapter(inputs[0], out), bias) if adapter.enabled else output
+    (out, bias), adapter, (x, *num_tokens) = output, linear.lora, inputs
+    assert isinstance(adapter, Adapter | ExpertAdapters)
+    return (adapter(x, out, *num_tokens), bias) if adapter.enabled else output
 
 
 def _packing(a: WeightRule, b: WeightRule, dims: Dims, tp: ProcessGroup) -> tuple[int, list[tuple[int, int]]] | None:
@@ -261,7 +288,7 @@ def _parts(
 @contextlib.contextmanager
 def without_adapters(chunks: Sequence[PackedModel]) -> Iterator[None]:
     """Compute as the base model does, meanwhile."""
-    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
+    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter | ExpertAdapters)]
     for each in found:
         each.enabled = False
     try:

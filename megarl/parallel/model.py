@@ -65,9 +65,17 @@ class PackedModel(GPTModel):
         vp_stage: int | None,
         shares: bool,
         by_blocks: bool,
+        has_adapters: bool,
     ) -> None:
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
-        layers = block_spec(spec, config, vp_stage, shares_prefixes=shares, by_blocks=by_blocks)
+        layers = block_spec(
+            spec,
+            config,
+            vp_stage,
+            shares_prefixes=shares,
+            by_blocks=by_blocks,
+            has_adapters=has_adapters,
+        )
         super().__init__(
             config=config,
             transformer_layer_spec=scaled_residuals(layers, spec.multipliers.residual),
@@ -289,6 +297,7 @@ def build_model(
             vp_stage=stage,
             shares=shares_prefixes(actor),
             by_blocks=attends_by_blocks(actor, spec),
+            has_adapters=actor.lora is not None,
         )
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]

@@ -33,11 +33,12 @@ def block_spec(
     *,
     shares_prefixes: bool = False,
     by_blocks: bool = False,
+    has_adapters: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device.
 
     shares_prefixes: whether rows do, for which Transformer Engine's attention gathers keys. by_blocks: whether
-    attention is `PathAttention` instead.
+    attention is `PathAttention` instead. has_adapters: whether linear layers get some, which read what norms return.
     """
     if not BACKENDS[platform().name].uses_transformer_engine:
         return local_block_spec(spec, config, vp_stage, by_blocks=by_blocks)
@@ -51,6 +52,9 @@ def block_spec(
 
             backend = TESpecProvider()
             set_delta_net(layer, spec.dims, backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear())
+        if has_adapters or not spec.family.norms_before:
+            _separate_norms(layer)
+        if attention is Layers.LINEAR:
             continue
         self_attention = layer.submodules.self_attention
         if by_blocks or packs_attention(options, cp=config.context_parallel_size):
@@ -59,8 +63,6 @@ def block_spec(
             self_attention.submodules.core_attention = gathering_attention()
         if shares_prefixes and isinstance(config, MLATransformerConfig):
             self_attention.module = PackedLatentAttention
-        if not spec.family.norms_before:
-            _separate_norms(layer)
         set_norms(layer, spec.family, config)
         set_self_attention(layer, options)
     with_pack_routers(block.layer_specs)
@@ -84,12 +86,29 @@ def local_block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm)
 
 
-def _separate_norms(layer: ModuleSpec) -> None:
-    """Set linear layers without a norm before them in the spec of a dense layer of Transformer Engine, in place."""
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+# The linear layers that Transformer Engine has together with a norm before them, and the name of that norm by itself.
+_NORMED = {
+    "linear_qkv": "input_layernorm",
+    "in_proj": "input_layernorm",
+    "linear_q_up_proj": "q_layernorm",
+    "linear_kv_up_proj": "kv_layernorm",
+    "linear_fc1": "pre_mlp_layernorm",
+}
 
-    layer.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    module_spec(layer.submodules.mlp).submodules.linear_fc1 = TEColumnParallelLinear
+
+def _separate_norms(layer: ModuleSpec) -> None:
+    """Set linear layers and the norms before them apart in the spec of a layer of Transformer Engine, in place.
+
+    This costs nothing: except in float8, Transformer Engine computes both by the same two kernels when they are one
+    layer, and keeps the same tensors for backward, if the linear layer's input is needed there.
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    for part in (layer.submodules.self_attention, module_spec(layer.submodules.mlp)):
+        for linear, norm in _NORMED.items():
+            if getattr(part.submodules, linear, None) not in (None, TEColumnParallelLinear):
+                setattr(part.submodules, linear, TEColumnParallelLinear)
+                setattr(part.submodules if hasattr(part.submodules, norm) else layer.submodules, norm, TENorm)
 
 
 def _own_attention(options: AttentionOptions, by_blocks: bool) -> ModuleSpec:

@@ -85,9 +85,20 @@ def adapter_rules(rules: Collection[WeightRule], targets: Collection[Target]) ->
         a = dict.fromkeys(HFTensor(f"{each.name}.lora_A.weight", (rank, each.shape[1])) for each in matrices)
         b = (HFTensor(f"{each.name}.lora_B.weight", (each.shape[0], rank)) for each in matrices)
         for letter, partition, tensors in zip("ab", splits, (a, b), strict=True):
-            # Transformer Engine's names of grouped experts do not end so: their adapters are not grouped.
-            names = (f"{rule.names[0].removesuffix('.weight')}.lora.{letter}",)
+            names = tuple(adapter_name(name, letter) for name in rule.names)
             yield replace(rule, names=names, partition=partition, tensors=tuple(tensors))
+
+
+def adapter_name(weight: str, letter: str) -> str:
+    """Return Megatron's name of the matrix A or B (`letter`) that belongs to a linear layer's weight.
+
+    Transformer Engine numbers the weights of experts that are one layer.
+
+    >>> adapter_name("mlp.linear_fc1.weight", "a"), adapter_name("mlp.experts.linear_fc1.weight3", "b")
+    ('mlp.linear_fc1.lora.a', 'mlp.experts.linear_fc1.lora.3.b')
+    """
+    layer, _, expert = weight.rpartition(".weight")
+    return ".".join([layer, "lora", *filter(None, [expert]), letter])
 
 
 def lost_in_peft(spec: ModelSpec, targets: Collection[Target]) -> Target | None:

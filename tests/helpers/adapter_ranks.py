@@ -96,3 +96,42 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
         changed=[name for name, _, p in frozen if not torch.equal(p.data, as_read[name])],
         num_bytes=(sum(b.grad_data.nbytes for b in buffers), sum(p.nbytes for p in trained)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLayout:
+    """What a rank holds of a model with adapters, under names that no kind of layer changes, and what it sends.
+
+    parameters: the shape and whether it is trained. sent: (tensor, index, shape of the view) by name.
+    num_bytes: of the gradients' buffers.
+    """
+
+    parameters: dict[str, tuple[tuple[int, ...], bool]]
+    sent: list[tuple[str, Any, tuple[int, ...]]]
+    num_bytes: int
+
+
+def adapter_layout(context: RankContext, case: AdapterCase, *, engine_layers: bool) -> AdapterLayout:
+    """engine_layers: whether all linear layers have to be Transformer Engine's."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megarl.parallel.model import named_shards
+
+    worker = join_layout(context, case.actor.layout)
+    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
+    loaded, parameters = worker.roles[Role.ACTOR], {}
+    assert loaded.adapters is not None
+    for of_adapters, spec in ((False, loaded.model_spec), (True, loaded.adapters)):
+        rules = spec.parameter_rules()
+        for name, _, parameter in (n for chunk in loaded.chunks for n in named_shards(chunk, of_adapters=of_adapters)):
+            placed = rules[name]
+            parameters[placed.name(placed.rule.names[0])] = tuple(parameter.shape), parameter.requires_grad
+    linear = {
+        type(m) for m in loaded.chunks[0].decoder.modules() if isinstance(getattr(m, "weight", None), torch.Tensor)
+    }
+    assert engine_layers is not any(issubclass(each, ColumnParallelLinear) for each in linear)
+    return AdapterLayout(
+        parameters=parameters,
+        sent=sorted(((p.tensor, p.index, tuple(p.view.shape)) for p in loaded.sent()[1]), key=str),
+        num_bytes=sum(b.grad_data.nbytes for d in loaded.ddp for b in (*d.buffers, *d.expert_parallel_buffers)),
+    )

@@ -60,10 +60,13 @@ class _Reply:
 
 class RankPool:
     """`world_size` processes on a platform, on CUDA a device each. They start with the first call, and again after a
-    failure."""
+    failure. preloaded: whether they have imported Megatron by then; on CUDA they have not.
+    """
 
-    def __init__(self, world_size: int, *, timeout_s: float = 60.0, device: str = "cpu") -> None:
-        self.world_size, self.timeout_s, self.device = world_size, timeout_s, device
+    def __init__(
+        self, world_size: int, *, timeout_s: float = 60.0, device: str = "cpu", preloaded: bool = True
+    ) -> None:
+        self.world_size, self.timeout_s, self.device, self.preloaded = world_size, timeout_s, device, preloaded
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -118,7 +121,7 @@ class RankPool:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
         # CUDA must not be touched before a fork, and some imports look for devices.
-        how = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        how = multiprocessing.get_context("forkserver" if self.preloaded and self.device == "cpu" else "spawn")
         how.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             context = RankContext(

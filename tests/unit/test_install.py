@@ -125,7 +125,8 @@ def test_cuda_pins_agree_with_the_cpu_lock_and_with_each_other() -> None:
     assert str(cuda["megatron-core"].specifier) == f"=={TESTED_MEGATRON[-1]}"
     pinned = str(cuda["transformer-engine"].specifier).removeprefix("==")
     (extension,) = read_requirements("cuda-source.txt")
-    assert {str(one.specifier) for one in (extension, cuda["transformer-engine-cu13"])} == {f"=={pinned}"}
+    (tested,) = (one for one in read_requirements("kernels.txt") if one.name == "transformer-engine")
+    assert {str(one.specifier) for one in (extension, tested, cuda["transformer-engine-cu13"])} == {f"=={pinned}"}
 
 
 @pytest.mark.parametrize(("other", "differs"), [("conformance.txt", set()), ("newest.txt", {"megatron-core"})])
