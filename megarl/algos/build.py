@@ -5,6 +5,7 @@ from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.cpo import shapes_in_loss
 from megarl.algos.filters import check_filter
 from megarl.algos.kl import MAX_KL_ERROR
+from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.prefixes import num_prefixed
 from megarl.config.algo import AlgoConfig
 from megarl.config.batches import batch_counts
@@ -70,6 +71,7 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )
     _check_learning(config)
+    _check_recorded(config)
     if not estimator_of(algo).needs_values:
         for key, unset, got in differences(CriticConfig(), config.critic, "critic."):
             raise ConfigError(
@@ -84,6 +86,18 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
             f"{algo.cpo.entropy_source} a token's loss depends on other tokens of its row"
         )
     return algorithm
+
+
+def _check_recorded(config: Config) -> None:
+    """Raise ConfigError unless heads are recorded if and only if the policy loss reads them."""
+    name, got = config.algo.policy_loss.name, config.rollout.head_tokens
+    if (POLICY_LOSSES.get(name).measure is not None) == (got > 0):
+        return
+    if got:
+        remedy = "which does not read them; set it to 0, or algo.policy_loss.name=score_centering"
+    else:
+        remedy = "which compares the policy with the engine's likeliest tokens; set it to 128, or with top_k to that"
+    raise ConfigError(f"rollout.head_tokens: got {got} with algo.policy_loss.name={name}, {remedy}")
 
 
 def _check_learning(config: Config) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.algos import cpo, distill, off_policy_losses  # noqa: F401 - the last one fills a registry
+from megarl.algos import centering, cpo, distill, off_policy_losses  # noqa: F401 - the last one fills a registry
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION, compares_policies
@@ -212,6 +212,8 @@ class ComposedAlgorithm:
             loss = loss + distill_loss
             parts["distill/loss"] = distill_loss.detach()
             per_token |= distill.comparison(out, cfg.distill)
+        if "max_head_error" in self._policy_loss.options:
+            per_token |= centering.comparison(out.comparison)
         if out.entropy is not None:
             per_token[ENTROPY_METRIC] = out.entropy
         if cfg.entropy_coef:

@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.algos.masked import kept, require_per_token, row_means
 from megarl.config.algo import PolicyLossConfig
 from megarl.registry import FunctionRegistry, require_fields, require_known
+from megarl.types.objectives import HeadMeasure
 
 # Bounds log-ratios before exp(): e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
@@ -24,7 +25,7 @@ class PolicyLossInputs:
 
     correction: the weights of `compute_correction`. chosen: bool, the tokens of `choose_tokens`, for losses that treat
     these in another way. ref_logprobs, rollout_logprobs (the engine's), entropy (the current policy's, with a gradient)
-    and clip_bounds (of `balanced_clip`) are there for losses that read them.
+    and clip_bounds (of `balanced_clip`) are there for losses that read them, and beside, which `measure` computes.
     """
 
     logprobs: Tensor
@@ -37,10 +38,11 @@ class PolicyLossInputs:
     rollout_logprobs: Tensor | None = None
     entropy: Tensor | None = None
     clip_bounds: Tensor | None = None
+    beside: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Padding may hold anything, and a mask on the loss alone would leave gradients of 0 · NaN.
-        for name in ("logprobs", "old_logprobs", "advantages", "correction", *FURTHER_INPUTS):
+        for name in ("logprobs", "old_logprobs", "advantages", "correction", "beside", *FURTHER_INPUTS):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kept(value, self.loss_mask))
 
@@ -74,7 +76,8 @@ class PolicyLoss:
     such a loss needs an aggregation over rows, and takes no weights per token. chooses: which tokens of a step it
     treats in another way, those of the largest covariance or a draw among those between bounds. tuned_clip: the largest
     `clip_high` that suits it, and in `clip_note` why. takes_weights: whether the correction's weights are part of its
-    formula; other losses are multiplied by them.
+    formula; other losses are multiplied by them. measure: what the log-prob head computes for it, by its settings,
+    beside the engine's recorded head.
     """
 
     compute: PolicyLossFunction = field(kw_only=False)
@@ -86,6 +89,7 @@ class PolicyLoss:
     tuned_clip: float = torch.inf
     clip_note: str = ""
     takes_weights: bool = False
+    measure: Callable[[PolicyLossConfig], HeadMeasure] | None = None
 
     def __post_init__(self) -> None:
         require_fields("options", self.options, PolicyLossConfig)

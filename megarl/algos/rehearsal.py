@@ -137,6 +137,7 @@ def _policy_loss(entry: PolicyLoss, material: Material) -> None:
         further = {name: batch.quantities.get(name) for name in FURTHER_INPUTS if name in entry.reads}
         if "entropy" in further:
             further["entropy"] = -2 * logprobs
+        further["beside"] = None if entry.measure is None else logprobs / 2
         chosen = mask & (torch.arange(_NUM_TOKENS) == 0) if entry.chooses else None
         x = PolicyLossInputs(
             logprobs=logprobs, old_logprobs=old, advantages=advantages, loss_mask=mask, chosen=chosen, **further

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.algos import cpo
 from megarl.algos.batch_statistics import LOG_WEIGHT, effective_sample_size, high_entropy
+from megarl.algos.centering import bounded_error
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
 from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
 from megarl.algos.distill import distilled_advantages
@@ -69,7 +70,7 @@ def shapers_of(cfg: AlgoConfig) -> list[AdvantageShaper]:
     Raises ConfigError for a name in `algo.shapers` that no plugin has registered, or that stands there twice.
 
     >>> [each.place for each in shapers_of(AlgoConfig())]
-    ['first', 'first', 'first', 'last', 'last', 'last', 'last']
+    ['first', 'first', 'first', 'last', 'last', 'last', 'last', 'last']
     """
     named = [ADVANTAGE_SHAPERS.get(name) for name in cfg.shapers]
     for name, each in zip(cfg.shapers, named, strict=True):
@@ -221,6 +222,21 @@ def weigh_by_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
         quantities={LOG_WEIGHT: log_weight, "clip_bounds": bounds},
         metrics={"actor/bapo_low": low, "actor/bapo_high": high},
     )
+
+
+@ADVANTAGE_SHAPERS.register("bound_head_error", place="last")
+def bound_head_error(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Return the advantages unchanged, with the bound of score centering's error, which `max_head_error` limits.
+
+    >>> cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="score_centering"))
+    >>> batch = step("a", [1.0], engine_tail=[[0.125]])
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> bound_head_error(tensor([[2.0]]), x).metrics["actor/sc_error_bound"]
+    1.0
+    """
+    if "max_head_error" not in POLICY_LOSSES.get(x.cfg.policy_loss.name).options:
+        return Advantages(values=advantages)
+    return bounded_error(advantages, x.batch, x.cfg.policy_loss)
 
 
 @ADVANTAGE_SHAPERS.register("correct_for_engine", place="last")

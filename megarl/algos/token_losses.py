@@ -63,6 +63,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
         chosen=rows.quantity(CHOSEN) > 0 if loss.chooses else None,
         **{name: rows.quantity(name) for name in FURTHER_INPUTS if name in loss.reads and name != "entropy"},
         entropy=out.entropy if "entropy" in loss.reads else None,
+        beside=None if loss.measure is None else out.divergence,
     )
     if off_policy.loss == "luffy":
         mixed = luffy_loss(

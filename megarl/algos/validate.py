@@ -22,7 +22,7 @@ from megarl.algos.reshape import (
 )
 from megarl.algos.shaping import shapers_of
 from megarl.algos.validate_rewards import check_rewards
-from megarl.config.algo import AlgoConfig
+from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry, readers_of, refuse_unused, unknown_name
@@ -74,6 +74,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     check_rewards(cfg, max_response_tokens=max_response_tokens)
     check_cpo(cfg.cpo)
     check_correction(cfg)
+    _check_head(cfg)
     _check_demonstrations(cfg)
     check_entropy(cfg)
     if not AGGREGATIONS.get(cfg.aggregation).uses_horizon:
@@ -151,6 +152,28 @@ def check_correction(cfg: AlgoConfig) -> None:
             f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, which "
             "has no ratio that could be taken to the engine's log-probs; set algo.correction.name=tis_upper or another "
             "with weights, or algo.policy_loss.name=ppo_clip"
+        )
+
+
+def _check_head(cfg: AlgoConfig) -> None:
+    """Raise ConfigError for what cannot stand beside a loss that compares the policy with the engine's distribution."""
+    key, loss = f"algo.policy_loss.name={cfg.policy_loss.name}", POLICY_LOSSES.get(cfg.policy_loss.name)
+    if loss.measure is None:
+        return
+    if "old_logprobs" not in loss.reads and cfg.correction != CorrectionConfig():
+        raise ConfigError(
+            f"algo.correction.name: got {cfg.correction.name!r} with {key}, which weighs tokens by the ratio of the "
+            "current policy to the engine itself, so that both would weigh them twice; set algo.correction.name=none"
+        )
+    if cfg.distill.is_dense:
+        raise ConfigError(
+            f"algo.distill.mode: got {cfg.distill.mode} with {key}, but the log-prob head compares the policy with one "
+            "distribution, here the engine's; set algo.distill.mode=sampled, or another loss"
+        )
+    if cfg.demonstrations.strategy != "none":
+        raise ConfigError(
+            f"algo.demonstrations.strategy: got {cfg.demonstrations.strategy} with {key}, but no engine has a "
+            "distribution at tokens of demonstrations; set it to none, or another loss"
         )
 
 

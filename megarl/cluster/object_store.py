@@ -55,9 +55,10 @@ def object_store(config: Config, command: str = "train", *, room: int | None = N
 def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
     """Count the bytes of the pass that puts most into the store, if all rows have full length; say of which rows."""
     row = longest_row(config, sft=True)[0] if command == "sft" else max_row_tokens(config)
-    distill = config.algo.distill
+    distill, num_recorded = config.algo.distill, config.rollout.head_tokens and config.rollout.head_tokens + 1
     # The teacher's likeliest tokens are an id and a log-prob each; log-ratios come beside its log-probs.
     likely = 2 * _NUMBER_BYTES * (distill.asked_top_k or 0)
+    recorded = 2 * _NUMBER_BYTES * num_recorded
     update = _TOKEN_BYTES + _NUMBER_BYTES * (_NUM_READ + 2 * distill.is_sampled) + likely
     if command in _SUPERVISED:
         section, per_example = _SUPERVISED[command]
@@ -80,7 +81,7 @@ def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
         update += _NUMBER_BYTES
         beside = _NUMBER_BYTES * hinted * (distill.mode == "exact")
     scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + along + likely)
-    updated = mini_batch_prompts(config.trainer) * samples * (row * (update + along) + beside)
+    updated = mini_batch_prompts(config.trainer) * samples * (row * (update + along + recorded) + beside)
     return f"{rows:,} rows of {row:,} tokens", max(scored, updated)
 
 

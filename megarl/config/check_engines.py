@@ -79,7 +79,8 @@ def check_schedule(config: Config) -> None:
                 "step, and a text that begins before and ends after is not found; use rollout.stop_token_ids, "
                 "placement.mode=split or staleness=0"
             )
-    if config.algo.correction.name == "none" and not config.algo.correction.forced:
+    # Only losses read heads that correct for it themselves.
+    if config.algo.correction.name == "none" and not (config.algo.correction.forced or config.rollout.head_tokens):
         raise ConfigError(
             f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "
             "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do, "

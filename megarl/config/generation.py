@@ -79,6 +79,10 @@ class RolloutConfig:
     top_p: float = setting(1.0, SHARE, affects=("engines",))
     # Number of most likely tokens to sample from; in training, at least 2.
     top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1), affects=("engines",))
+    # Number of most likely tokens whose log-probs are recorded with each sampled token, for losses that compare the
+    # distributions of engine and trainer (algo.policy_loss.name=score_centering), 8 bytes each; 0: none. With top_k, it
+    # must be equal to it.
+    head_tokens: int = setting(0, AT_LEAST_0, affects=("engines",))
     max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
     stop: tuple[str, ...] = ()  # Texts that end a response, such as </answer>; the response ends with the text.
     # Tokens that end a response, besides those by which the model ends an answer (docs/data.md).
@@ -95,6 +99,11 @@ class RolloutConfig:
 
     def check(self, key: str) -> None:
         """Raise ConfigError for samples that cannot be trained on, or that nobody could give."""
+        if self.top_k != -1 and self.head_tokens not in (0, self.top_k):
+            raise ConfigError(
+                f"{key}.head_tokens: got {self.head_tokens} with {key}.top_k={self.top_k}, but all tokens are recorded "
+                f"that it leaves to sample; set {key}.head_tokens={self.top_k}"
+            )
         if self.top_p != 1 and self.top_k == -1:
             raise ConfigError(
                 f"{key}.top_p: got {self.top_p}, but {key}.top_k=-1 does not limit the number of tokens that it leaves "

@@ -69,7 +69,7 @@ class _Losses:
         require_finite(primary, complete[primary], rows, indices, request.step, request.role)
         if request.with_outputs:
             self.before.update(to_rows(complete[primary], rows, indices))
-            if "divergence" in complete:
+            if "divergence" in complete and request.teaching is not None and request.teaching.measure is None:
                 self.divergences.update(to_rows(complete["divergence"], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=self.device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments
-from megarl.rollout.nucleus import nucleus_of
+from megarl.rollout.nucleus import head_of, nucleus_of
 from megarl.rollout.prepare import prepare_vllm
 from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper
 from megarl.seeds import span_seed
@@ -27,6 +28,7 @@ from megarl.types import (
     FloatArray,
     IdArray,
     IntArray,
+    LikelyTokens,
     NucleusArray,
     VersionSpan,
     token_versions,
@@ -56,9 +58,10 @@ class GenerationRequest:
 
     num_before: how many of the last `token_ids` an engine sampled for the same sample before; the request goes on with
     the sample. with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds
-    their number. engine: the index of the engine that has the keys and values of earlier tokens; None: none has.
-    may_move: whether another engine may go on with tokens of this one, which takes a new seed. num_routed: how many of
-    the first `token_ids` have known experts, which the engine leaves out where it captures experts.
+    their number. head_tokens: return so many of the likeliest tokens, too; with a nucleus, those in it. engine: the
+    index of the engine that has the keys and values of earlier tokens; None: none has. may_move: whether another engine
+    may go on with tokens of this one, which takes a new seed. num_routed: how many of the first `token_ids` have known
+    experts, which the engine leaves out where it captures experts.
     """
 
     token_ids: tuple[int, ...]
@@ -67,6 +70,7 @@ class GenerationRequest:
     max_tokens: int
     num_before: int = 0
     with_nucleus: bool = False
+    head_tokens: int = 0
     engine: int | None = None
     may_move: bool = False
     num_routed: int = 0
@@ -87,6 +91,7 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
     nucleus: NucleusArray | None = None
+    head: LikelyTokens | None = None
     routed_experts: ExpertArray | None = None
     engine: int | None = None
 
@@ -128,6 +133,7 @@ class VllmEngine:
         self._num_nodes = 1 if spec.node is None else spec.node.num_nodes
         self.llm.update_weight_version("0")
         self._version = 0
+        self._completion = partial(_completion, truncates=spec.max_nucleus > 0, has_head=spec.head_tokens > 0)
         self._adapters = None if spec.lora is None else peft_config(read_model_spec(spec.model_path), spec.lora)
         # vLLM counts them with regard to layers of several kinds.
         kv_tokens = self.llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
@@ -144,7 +150,7 @@ class VllmEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Generate all completions and return them in request order."""
         outputs = self._stepper.finish(*self._inputs(requests))
-        return [_completion(output) for output in outputs]
+        return [self._completion(output) for output in outputs]
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         """Queue requests, each by an id of the caller's, and return at once; `serve` yields their completions."""
@@ -156,13 +162,13 @@ class VllmEngine:
         The first reply, and others while the engine is busy, have none; they tell of its load.
         """
         for part, load in self._stepper.serve():
-            completions = {key: _completion(output) for key, output in part.items()}
+            completions = {key: self._completion(output) for key, output in part.items()}
             yield EngineReply(load=load, completions=completions)
 
     def unfinished(self) -> dict[int, Completion]:
         """Return the tokens so far of each added request that is not finished and has any, by its id; all go on."""
         outputs = self._stepper.unfinished()
-        return {key: _completion(output) for key, output in outputs.items() if output.outputs[0].token_ids}
+        return {key: self._completion(output) for key, output in outputs.items() if output.outputs[0].token_ids}
 
     def abort(self) -> None:
         """Forget all added requests that are not finished."""
@@ -171,7 +177,7 @@ class VllmEngine:
     def take_out(self, ids: Collection[int]) -> dict[int, Completion | None]:
         """Forget added requests; return the tokens so far of those that were not finished, None if there are none."""
         outputs = self._stepper.abort(ids)
-        return {key: _completion(each) if each.outputs[0].token_ids else None for key, each in outputs.items()}
+        return {key: self._completion(each) if each.outputs[0].token_ids else None for key, each in outputs.items()}
 
     def work(self) -> EngineWork:
         """Return what the engine did since the last call."""
@@ -195,7 +201,7 @@ class VllmEngine:
                 stop=list(r.sampling.stop),
                 stop_token_ids=list(r.sampling.stop_token_ids),
                 # The sampled token comes first, then the likeliest ones.
-                logprobs=min(r.sampling.top_k, vocab_size) if r.with_nucleus else 0,
+                logprobs=min(r.sampling.top_k if r.with_nucleus else r.head_tokens, vocab_size),
                 # Otherwise vLLM makes an object for each of these numbers.
                 flat_logprobs=True,
                 # vLLM looks for stop strings in the text, of which special tokens may be part.
@@ -309,8 +315,11 @@ class EngineNodeWorkers:
         self._executor.shutdown()
 
 
-def _completion(output: "RequestOutput") -> Completion:
-    """Turn vLLM's output into a completion. Raises RuntimeError if it ended for a reason that megarl does not know."""
+def _completion(output: "RequestOutput", *, truncates: bool = True, has_head: bool = False) -> Completion:
+    """Turn vLLM's output into a completion. RuntimeError if it ended for a reason that megarl does not know.
+
+    truncates: further log-probs are those of a nucleus, not of the whole vocabulary. has_head: keep them all.
+    """
     sampled = output.outputs[0]
     if sampled.finish_reason not in FINISH_REASONS:
         raise RuntimeError(
@@ -322,11 +331,16 @@ def _completion(output: "RequestOutput") -> Completion:
     shape = num_tokens, len(sampled.logprobs.token_ids) // num_tokens
     ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int32).reshape(shape)
     every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)
-    nucleus, logprobs = nucleus_of(ids, every) if shape[1] > 1 else (None, every[:, 0])
+    nucleus, logprobs, head = None, every[:, 0], None
+    if shape[1] > 1 and truncates:
+        nucleus, logprobs, head = nucleus_of(ids, every)
+    elif shape[1] > 1:
+        head = head_of(ids, every)
     return Completion(
         token_ids=np.asarray(sampled.token_ids, dtype=np.int32),
         logprobs=logprobs,
         nucleus=nucleus,
+        head=head if has_head else None,
         routed_experts=None if sampled.routed_experts is None else sampled.routed_experts.astype(np.int16),
         finish_reason=FINISH_REASONS[sampled.finish_reason],
         versions=tuple(VersionSpan(int(span.version), span.end - span.start) for span in spans),

@@ -59,6 +59,7 @@ class EngineSpec:
     can_sleep: bool = False
     suspends_nccl: bool = False
     max_nucleus: int = 0
+    head_tokens: int = 0
     batch_invariant: bool = False
     captures_routing: bool = False
     binds: bool = False
@@ -83,6 +84,7 @@ def engine_spec(config: Config) -> EngineSpec:
         can_sleep=config.placement.offload,
         suspends_nccl=config.placement.suspend_nccl,
         max_nucleus=max(config.rollout.top_k, 0),
+        head_tokens=config.rollout.head_tokens,
         batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
         captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
         binds=config.placement.bind_numa,
@@ -170,8 +172,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "enable_prefix_caching": config.prefix_caching and not (device == "cpu" and has_delta_nets(spec.model_path)),
         # Raw log-probs ignore the temperature, so they would differ from the trainer's.
         "logprobs_mode": "processed_logprobs",
-        # vLLM's default, unless truncated sampling needs more.
-        "max_logprobs": max(20, spec.max_nucleus),
+        # vLLM's default, unless truncated sampling or a head needs more.
+        "max_logprobs": max(20, spec.max_nucleus, spec.head_tokens),
         "disable_log_stats": True,
         "skip_tokenizer_init": False,
         "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",

@@ -46,15 +46,20 @@ class _Span:
             max_tokens=self.end - self.start,
             num_before=self.num_before,
             with_nucleus=plan.with_nucleus,
+            head_tokens=plan.head_tokens,
         )
 
     def compare(self, completion: Completion) -> None:
-        """Raise DataError unless a completion has the recorded tokens and log-probs."""
+        """Raise DataError unless a completion has the recorded tokens and log-probs, also those of the head."""
         tokens, logprobs = self.segment.token_ids[self.start : self.end], self.segment.rollout_logprobs
         assert logprobs is not None, "an engine sampled the span"
         recorded = logprobs[self.start : self.end]
         n = min(len(tokens), len(completion.token_ids))
         differ = (tokens[:n] != completion.token_ids[:n]) | (recorded[:n] != completion.logprobs[:n])
+        if self.segment.head is not None and completion.head is not None:
+            then_likely, now_likely = self.segment.head.at(slice(self.start, self.end)), completion.head
+            differ |= (then_likely.ids[:n] != now_likely.ids[:n]).any(1)
+            differ |= (then_likely.logprobs[:n] != now_likely.logprobs[:n]).any(1)
         if len(completion.token_ids) == len(tokens) and not differ.any():
             return
         place = int(np.argmax(differ)) if differ.any() else n

@@ -1,7 +1,7 @@
 """Record a step's rollout as parquet, and replay it bit for bit: same tokens, log-probs, seeds and versions."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megarl.types import (
     ChatPart,
     Episode,
     FinishReason,
+    LikelyTokens,
     Message,
     Prompt,
     RolloutBatch,
@@ -32,6 +33,8 @@ from megarl.types.turns import Tries
 
 # [n, k], end to end.
 _NUCLEUS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int32()))])
+# Bytes of int32 and float32, since a list would become an object for each of many numbers.
+_HEAD = pa.struct([("width", pa.int64()), ("ids", pa.large_binary()), ("logprobs", pa.large_binary())])
 _SEGMENT = pa.struct(
     [
         ("source", pa.string()),
@@ -53,6 +56,8 @@ _SCHEMA = pa.schema(
         ("segments", pa.list_(_SEGMENT)),
         ("prompt", pa.string()),
         ("routed_experts", _EXPERTS),
+        # Those of the segments, where there are any.
+        ("heads", pa.list_(_HEAD)),
         # The environment's reward of each segment, and an `Episode` as JSON; null without an environment.
         ("rewards", pa.list_(pa.float64())),
         ("episode", pa.string()),
@@ -108,12 +113,33 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                         "target": prompt.target,
                     }
                 ),
+                "heads": None if sample.head is None else [_head_fields(s.head) for s in sample.segments],
                 "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},
             }
         )
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
     with replacing(path) as partial:
         pq.write_table(table, partial)
+
+
+def _head_fields(head: LikelyTokens | None) -> dict[str, Any] | None:
+    if head is None:
+        return None
+    return {"width": head.ids.shape[1], "ids": head.ids.tobytes(), "logprobs": head.logprobs.tobytes()}
+
+
+def _read_head(fields: Mapping[str, Any] | None) -> LikelyTokens | None:
+    """Return a head; raise ValueError for one that no engine can have recorded."""
+    if fields is None:
+        return None
+    ids = np.frombuffer(fields["ids"], np.int32).reshape(-1, fields["width"])
+    logprobs = np.frombuffer(fields["logprobs"], np.float32).reshape(ids.shape)
+    ordered, there = np.sort(ids, axis=1), ids >= 0
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+        raise ValueError("the likeliest tokens name one twice")
+    if not (logprobs[there] <= 0).all() or not np.isfinite(logprobs[there]).all():
+        raise ValueError("the likeliest tokens have log-probs above 0 or that are not finite")
+    return LikelyTokens(ids=ids, logprobs=logprobs)
 
 
 def require_records(directory: Path, num_steps: int) -> None:
@@ -141,8 +167,8 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
         fields |= {name: tuple(fields.get(name, ())) for name in given}
         fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
         prompts[row["uid"]] = Prompt(uid=row["uid"], **fields)
-        experts, segments = row["routed_experts"], []
-        for each, reward in zip(row["segments"], row["rewards"] or [0.0] * len(row["segments"]), strict=True):
+        experts, segments, nothing = row["routed_experts"], [], [None] * len(row["segments"])
+        for each, reward, head in zip(row["segments"], row["rewards"] or nothing, row["heads"] or nothing, strict=True):
             logprobs, nucleus = each["rollout_logprobs"], each["nucleus"]
             segments.append(
                 Segment(
@@ -154,7 +180,8 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
                     nucleus=None
                     if nucleus is None
                     else np.asarray(nucleus["values"], dtype=np.int32).reshape(nucleus["shape"]),
-                    reward=reward,
+                    head=_read_head(head),
+                    reward=reward or 0.0,
                 )
             )
         samples.append(

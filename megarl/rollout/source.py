@@ -40,7 +40,8 @@ class SamplingPlan:
 
     prefixes: the given first tokens of responses, by (uid, sample index). last_is_greedy: whether the last sample of
     each prompt is greedy, whatever `sampling` says. with_nucleus: record the tokens that top_k and top_p left to sample
-    each token from. may_move: whether samples under way may go on at other engines, and so depend on time.
+    each token from. head_tokens: as in `GenerationRequest`. may_move: whether samples under way may go on at other
+    engines, and so depend on time.
     """
 
     step: int
@@ -51,6 +52,7 @@ class SamplingPlan:
     prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
     last_is_greedy: bool = False
     with_nucleus: bool = False
+    head_tokens: int = 0
     may_move: bool = False
 
     def sampling_of(self, sample_index: int) -> Sampling:

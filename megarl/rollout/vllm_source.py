@@ -160,6 +160,7 @@ def _request(group: Group, sample: Sample, max_tokens: int, engine: int | None) 
         max_tokens=max_tokens,
         num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
         with_nucleus=group.plan.with_nucleus,
+        head_tokens=group.plan.head_tokens,
         engine=engine,
         may_move=group.plan.may_move,
         num_routed=_num_routed(sample),
@@ -175,6 +176,7 @@ def extended(sample: Sample, completion: Completion) -> Sample:
         versions=completion.versions,
         rollout_logprobs=completion.logprobs,
         nucleus=completion.nucleus,
+        head=completion.head,
     )
     experts, recorded = with_unrouted(sample.routed_experts, len(completion.token_ids)), completion.routed_experts
     if recorded is not None:

@@ -263,6 +263,7 @@ class Rollouts:
             prefixes=prefixes,
             last_is_greedy=has_greedy,
             with_nucleus=rollout.top_k != -1,
+            head_tokens=rollout.head_tokens,
             may_move=True,
         )
 

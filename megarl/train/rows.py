@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.algos.centering import with_head
 from megarl.algos.cpo import DIFFICULTY
 from megarl.algos.mixed_groups import unneeded_demonstrations
+from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.staleness import LAG
 from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AlgoConfig
@@ -88,6 +90,8 @@ def training_rows(
             row = row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
         if has_forks:
             row = row.with_quantities(**turn_quantities(sample))
+        if (measure := POLICY_LOSSES.get(cfg.policy_loss.name).measure) is not None:
+            row = with_head(row, keeps_sampled=measure(cfg.policy_loss).keeps_sampled)
         if cfg.demonstrations.strategy != "none":
             row = row.with_quantities(**demonstration_quantities(sample, prompts[sample.uid]))
         if cfg.cpo.difficulty == "data":

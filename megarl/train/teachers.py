@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.algo import DistillConfig
+from megarl.algos.policy_losses import POLICY_LOSSES
+from megarl.config.algo import AlgoConfig, DistillConfig
 from megarl.config.schema import TeacherConfig
 from megarl.data.answers import Answers
 from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
@@ -42,6 +43,14 @@ def teaching_of(distill: DistillConfig, roles: Sequence[RoleSpec], common: int |
         common=common,
         reads_hints=reads_hints,
     )
+
+
+def comparison_of(algo: AlgoConfig, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
+    """Return how updates of the actor compare it over the vocabulary: with the engine, if the policy loss asks for it,
+    or as `teaching_of` says.
+    """
+    measure = POLICY_LOSSES.get(algo.policy_loss.name).measure
+    return teaching_of(algo.distill, roles, common) if measure is None else Teaching(measure=measure(algo.policy_loss))
 
 
 def common_tokens(

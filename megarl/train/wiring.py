@@ -37,7 +37,7 @@ from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.served_teacher import ServedTeacher, TeacherWriter
 from megarl.train.taught_source import TaughtSource
-from megarl.train.teachers import teaching_of
+from megarl.train.teachers import comparison_of
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types.messages import Role
@@ -280,8 +280,8 @@ def _update_stage(
         Role.ACTOR: num_actor_steps(config, has_critic=has_critic),
         Role.CRITIC: config.trainer.total_steps,
     }
-    teaching = teaching_of(config.algo.distill, inputs.roles, inputs.common_tokens)
     algo = config.algo
+    teaching = comparison_of(algo, inputs.roles, inputs.common_tokens)
     has_others = algo.advantage.estimator != "none" or algo.demonstrations.strategy != "none" or algo.plugins
     # The prompts of the first steps may have no hints.
     is_taught = algo.distill.teacher == "model" and not has_others

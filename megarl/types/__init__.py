@@ -14,8 +14,19 @@ train: those that the policy sampled, and demonstrations.
 
 from typing import TYPE_CHECKING
 
-from megarl.types.arrays import BoolArray, ExpertArray, FloatArray, IdArray, IntArray, NucleusArray
-from megarl.types.rows import LikelyTokens, Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
+from megarl.types.arrays import (
+    BoolArray,
+    ExpertArray,
+    FloatArray,
+    IdArray,
+    IntArray,
+    LikelyTokens,
+    NucleusArray,
+    VersionSpan,
+    token_versions,
+    version_spans,
+)
+from megarl.types.rows import Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
     ChatPart,
@@ -28,11 +39,8 @@ from megarl.types.samples import (
     Sample,
     Segment,
     SegmentSource,
-    VersionSpan,
     environment_segment,
     prompt_segment,
-    token_versions,
-    version_spans,
 )
 
 if TYPE_CHECKING:

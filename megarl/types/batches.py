@@ -207,7 +207,8 @@ class PolicyOutputs:
     """The current policy's outputs for a `RowBatch`: log-probs of the labels and entropies in nats, [B, T] each.
 
     All are 0 outside the loss mask. `entropy` carries a gradient only if the algorithm asked for it. divergence: from
-    the teacher, over the vocabulary, with gradients; comparison: further values beside the teacher by name, without.
+    the teacher over the vocabulary, or what the loss computes beside the engine's head, with gradients; comparison:
+    further values beside the two by name, without.
     """
 
     logprobs: torch.Tensor

@@ -11,6 +11,7 @@ from megarl.types import FloatArray
 
 if TYPE_CHECKING:
     from megarl.types import AlgoState, Denominators, Objective
+    from megarl.types.objectives import HeadMeasure
 
 
 class Role(StrEnum):
@@ -148,16 +149,18 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """The comparison of the actor with a teacher in an update, over the vocabulary.
+    """The comparison of the actor in an update, over the vocabulary, with a teacher or the engine that sampled.
 
-    role: the teacher whose hidden states the update computes; None: rows have the teacher's likeliest tokens.
-    divergence, beta: as in `algo.distill`. common: ids below this are the same tokens for both; None: all are.
-    reads_hints: whether the teacher reads rows' `hinted_prompt`. It may then be the actor itself.
+    role: the teacher whose hidden states the update computes; None: rows have its likeliest tokens, or the engine's.
+    measure: what is computed beside the engine; None: a teacher's divergence. divergence, beta: as in `algo.distill`.
+    common: ids below this are the same tokens for both; None: all are. reads_hints: whether the teacher reads rows'
+    `hinted_prompt`. It may then be the actor itself.
     """
 
-    role: Role | None
-    divergence: str
-    beta: float
+    role: Role | None = None
+    divergence: str = "reverse"
+    beta: float = 0.5
+    measure: "HeadMeasure | None" = None
     common: int | None = None
     reads_hints: bool = False
 

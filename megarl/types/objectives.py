@@ -50,6 +50,36 @@ class LossSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadProbs:
+    """The probabilities of the policy p and the engine q at the tokens of recorded heads, in place of n tokens.
+
+    log_p, log_q: [n, K] in nats, −∞ where there is no token, and log_p also where another rank has it. rest_p, rest_q:
+    [n] the probability of all other tokens. Both are normalised over what could be sampled.
+    """
+
+    log_p: torch.Tensor
+    log_q: torch.Tensor
+    rest_p: torch.Tensor
+    rest_q: torch.Tensor
+
+
+class HeadMeasure(Protocol):
+    """A number per token that a loss takes of the policy beside the engine's head; it is picklable.
+
+    keeps_sampled: whether the sampled token belongs to the head also where it is not among the likeliest.
+    """
+
+    @property
+    def keeps_sampled(self) -> bool: ...
+
+    def value(self, x: HeadProbs) -> torch.Tensor:
+        """Return it, [n]."""
+
+    def slopes(self, x: HeadProbs) -> torch.Tensor:
+        """Return its derivatives by log_p, [n, K], each from that token and the rests alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyState:
     """The coefficient of the entropy bonus, and the moments of its optimizer after `num_updates` updates."""
 

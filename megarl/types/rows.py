@@ -14,6 +14,7 @@ from megarl.types.arrays import (
     ExpertArray,
     FloatArray,
     IdArray,
+    LikelyTokens,
     NucleusArray,
     require_experts_of_tokens,
     require_labels_in_nucleus,
@@ -46,17 +47,6 @@ class TokenQuantity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LikelyTokens:
-    """The k tokens that a teacher finds likeliest in place of each response token.
-
-    ids: [R, k], -1 where there are fewer. logprobs: [R, k] float32 in nats, −∞ where there are fewer.
-    """
-
-    ids: NucleusArray
-    logprobs: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One sample (prompt and response) in the form that the trainer's ranks get; per-token arrays are [R], R the
     response length.
@@ -65,10 +55,10 @@ class Row:
     `routed_experts` is that of `Sample`. nucleus: [R, K] int32, for each response token the ids that it was drawn from
     (top-k or top-p, itself included), padded with -1. A token drawn from the whole vocabulary, or not drawn at all, has
     only -1; None means this for all tokens. forks: those of `Sample`; a label is predicted on the path that leads to
-    it. likely: what a teacher would have written, if one was asked. hinted_prompt: the prompt that a teacher reads
-    instead of the row's own; None: it reads the same. labels: [R] int32, the tokens whose log-probs are computed at the
-    places of the response's; None: these themselves. num_uncounted: how many of its first tokens do not count in the
-    balance of experts, as they count in another row of the mini-batch.
+    it. likely: what a teacher would have written, if one was asked, or the engine's head (see `Segment`).
+    hinted_prompt: the prompt that a teacher reads instead of the row's own; None: it reads the same. labels: [R] int32,
+    the tokens whose log-probs are computed at the places of the response's; None: these themselves. num_uncounted: how
+    many of its first tokens do not count in the balance of experts, as they count in another row of the mini-batch.
     """
 
     uid: str
@@ -250,9 +240,7 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
                 loss_mask=row.loss_mask[columns] & (path[num_prompt:] >= start),
                 routed_experts=None if row.routed_experts is None else row.routed_experts[path],
                 nucleus=None if row.nucleus is None else row.nucleus[columns],
-                likely=None
-                if row.likely is None
-                else LikelyTokens(ids=row.likely.ids[columns], logprobs=row.likely.logprobs[columns]),
+                likely=None if row.likely is None else row.likely.at(columns),
                 labels=None if row.labels is None else row.labels[columns],
                 num_uncounted=num_uncounted,
             ),
@@ -283,6 +271,7 @@ def row_from_sample(sample: Sample) -> Row:
         quantities={"rollout_logprobs": sample.rollout_logprobs},
         routed_experts=sample.routed_experts,
         nucleus=sample.nucleus,
+        likely=sample.head,
         forks=sample.forks,
     )
 

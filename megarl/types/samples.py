@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,14 @@ from megarl.types.arrays import (
     FloatArray,
     IdArray,
     IntArray,
+    LikelyTokens,
     NucleusArray,
+    VersionSpan,
     joined,
     require_experts_of_tokens,
     require_labels_in_nucleus,
+    stacked,
+    token_versions,
 )
 from megarl.types.forks import Fork, path_before
 from megarl.types.turns import Tries
@@ -93,31 +96,6 @@ class Prompt:
     is_text: bool = False
 
 
-class VersionSpan(NamedTuple):
-    """Neighbouring tokens that one version of the policy's weights sampled; -1: no policy sampled them."""
-
-    version: int
-    num_tokens: int
-
-
-def version_spans(versions: Sequence[int] | IntArray) -> tuple[VersionSpan, ...]:
-    """Return the spans of equal versions in a list with one version per token.
-
-    >>> version_spans([3, 3, 4])
-    (VersionSpan(version=3, num_tokens=2), VersionSpan(version=4, num_tokens=1))
-    """
-    return tuple(VersionSpan(version, len(list(own))) for version, own in groupby(np.asarray(versions).tolist()))
-
-
-def token_versions(spans: Sequence[VersionSpan]) -> IntArray:
-    """Return the version of each token.
-
-    >>> token_versions(version_spans([3, 3, 4])).tolist()
-    [3, 3, 4]
-    """
-    return np.repeat(*np.array(spans, dtype=np.int64).reshape(-1, 2).T)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A contiguous part of a sample with one author (`source`), in arrays of shape [n] with one entry per token.
@@ -125,6 +103,7 @@ class Segment:
     versions: the versions of the policy's weights that sampled the tokens; `weight_versions` has one for each token.
     nucleus: [n, K] int32, the ids of the tokens that top-k and top-p left to sample each token from, itself among them,
     then -1; `rollout_logprobs` are those of the distribution over these tokens. None: the whole vocabulary.
+    head: the tokens that the engine found likeliest, if it was to record them; those of the nucleus where there is one.
     reward: what the environment gave for the policy's turn that ends with this segment.
     """
 
@@ -134,6 +113,7 @@ class Segment:
     versions: tuple[VersionSpan, ...]
     rollout_logprobs: FloatArray | None = None
     nucleus: NucleusArray | None = None
+    head: LikelyTokens | None = None
     reward: float = 0.0
 
     def __post_init__(self) -> None:
@@ -263,7 +243,7 @@ class Sample:
 
     @property
     def num_response_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.segments[1:])
+        return sum(self._lengths)
 
     @property
     def last_turn_ids(self) -> IdArray:
@@ -275,7 +255,7 @@ class Sample:
     def turn_rewards(self) -> FloatArray:
         """Return rewards [R] of the environment over the response: each at the last token of its turn, 0 elsewhere."""
         rewards = np.zeros(self.num_response_tokens, np.float32)
-        ends = np.cumsum([len(s.token_ids) for s in self.segments[1:]])
+        ends = np.cumsum(self._lengths)
         for end, segment in zip(ends, self.segments[1:], strict=True):
             if segment.reward:
                 rewards[end - 1] = segment.reward
@@ -289,25 +269,25 @@ class Sample:
     @property
     def rollout_logprobs(self) -> FloatArray:
         """Return the engine's log-probs [R] over the response; they are 0 on tokens that the engine did not sample."""
-        parts = [
-            np.zeros(len(s.token_ids), np.float32) if s.rollout_logprobs is None else s.rollout_logprobs
-            for s in self.segments[1:]
+        parts = [s.rollout_logprobs for s in self.segments[1:]]
+        given = [
+            np.zeros(n, np.float32) if part is None else part for part, n in zip(parts, self._lengths, strict=True)
         ]
-        return joined(parts, np.float32)
+        return joined(given, np.float32)
 
     @property
     def nucleus(self) -> NucleusArray | None:
         """Return the nuclei [R, K] of the response's tokens, -1 where a segment has none; None if no segment has."""
-        width = max((s.nucleus.shape[1] for s in self.segments[1:] if s.nucleus is not None), default=0)
-        if not width:
-            return None
-        ids = np.full((self.num_response_tokens, width), -1, dtype=np.int32)
-        start = 0
-        for segment in self.segments[1:]:
-            if segment.nucleus is not None:
-                ids[start : start + len(segment.token_ids), : segment.nucleus.shape[1]] = segment.nucleus
-            start += len(segment.token_ids)
-        return ids
+        return stacked([s.nucleus for s in self.segments[1:]], self._lengths, -1)
+
+    @property
+    def head(self) -> LikelyTokens | None:
+        """Return the tokens that the engine found likeliest in place of the response's, as `nucleus` does nuclei."""
+        return LikelyTokens.joined([s.head for s in self.segments[1:]], self._lengths)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [len(s.token_ids) for s in self.segments[1:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

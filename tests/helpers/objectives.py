@@ -70,8 +70,10 @@ def run(
     for rows in [list(range(len(problem.mask)))] if micro_batches is None else micro_batches:
         width = problem.mask.shape[1] if micro_batches is None else _width(problem.mask[list(rows)])
         own = logprobs[list(rows), :width]
-        # A divergence that depends on the log-probs, for losses that read one.
-        out = PolicyOutputs(logprobs=own, entropy=entropy[list(rows), :width], divergence=own.square())
+        # A divergence that depends on the log-probs, for losses that read one; as a head's, only at loss tokens.
+        inside = problem.mask[list(rows), :width]
+        divergence = own.where(inside, 0.0).square().where(inside, own.detach())
+        out = PolicyOutputs(logprobs=own, entropy=entropy[list(rows), :width], divergence=divergence)
         sums = algo.loss(_micro_batch(problem, rows, width), out, state)
         share = sums.total(counts)
         share.backward()

@@ -87,6 +87,7 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
         "shuffled_hint_logprobs": near(old, 0.5),
         "hint_kl": uniform(0, 2),
         "values": uniform(-1, 1),
+        "engine_tail": torch.where(mask, 0.01, 0.0).double(),
         "cpo_excluded": ((torch.rand(rows, width, generator=g) < 0.2) & mask).double(),
     }
     if demonstrations:

@@ -45,6 +45,7 @@ WIDE = {
     "tests/e2e/test_eval.py": _RUNS,
     "tests/e2e/test_family_engines.py": _RUNS,
     "tests/e2e/test_notebook.py": _RUNS,
+    "tests/e2e/test_recorded_heads.py": _RUNS,
     "tests/e2e/test_processes.py::test_a_run_listens": _RUNS,
     "tests/e2e/test_public_data.py": _RUNS,
     "tests/e2e/test_rounded_engines.py": _RUNS,

@@ -48,12 +48,29 @@ class PolicyLossConfig:
     bapo_low: tuple[float, float] = setting((0.6, 0.8), SHARE)
     bapo_high: tuple[float, float] = setting((1.2, 2.0), POSITIVE)  # bapo: the same for the upper bound.
     bapo_target: float = setting(1.0, POSITIVE)  # bapo: weight of positive advantages, at least, per negative one.
+    # score_centering: weight f of the ratio r of policy to engine. none: 1; tis: clip(r, center_low, center_high); mis:
+    # r where it is between them, else 0.
+    center_weight: Literal["none", "tis", "mis"] = "none"
+    center_low: float | None = setting(None, AT_LEAST_0)  # tis, mis: lower bound of r; null: 0 and 0.5.
+    center_high: float | None = setting(None, POSITIVE)  # tis, mis: upper bound of r; null: 2 and 5.
+    # score_centering: largest mean over a row's tokens of 4·|advantage|·(1 − Q)·max f, by which the tokens outside the
+    # engine's heads, of probability 1 − Q, may change the gradient by the logits; null: no limit.
+    max_head_error: float | None = setting(1.0, POSITIVE)
 
     def check(self, key: str) -> None:
         """Raise ConfigError unless there is something between bounds."""
         for name, (low, high) in (("bapo_low", self.bapo_low), ("bapo_high", self.bapo_high)):
             if low > high:
                 raise ConfigError(f"{key}.{name}: got {[low, high]}, expected the lower bound first; exchange them")
+        low, high = self.center_low or 0.0, self.center_high or 1.0
+        if not low <= 1 <= high:
+            raise ConfigError(
+                f"{key}.center_low and {key}.center_high: got {self.center_low} and {self.center_high}, expected "
+                "center_low <= 1 <= center_high, as a ratio of 1 is perfect agreement; take for example 0 and 2"
+            )
+        if self.center_weight == "none":
+            of_ratio = ("center_low", "center_high")
+            refuse_unused(key, self, of_ratio, f"{key}.center_weight=none", f"set {key}.center_weight=tis or mis")
         if not self.cov_low < self.cov_high:
             raise ConfigError(
                 f"{key}.cov_low and {key}.cov_high: got {self.cov_low} and {self.cov_high}, expected "

@@ -17,6 +17,7 @@ from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.gradients import GradientSinks, HiddenGradient, WeightGradient
 from megarl.parallel.head.logprobs import HeadOptions, head_inputs, prepare_head
 from megarl.parallel.head.memory_mode import HeadMemoryMode
+from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
 from megarl.parallel.head.teacher_kernels import TeacherKernels
 from megarl.parallel.head.teachers import Teacher, TeacherComparison, WholeTeacher
@@ -90,7 +91,7 @@ def vocab_parallel_divergence(
     labels: torch.Tensor,
     *,
     shard: VocabShard,
-    teacher: TeacherLogits | TopLogits,
+    teacher: TeacherLogits | TopLogits | RecordedHead,
     divergence: Divergence = Divergence.REVERSE,
     beta: float = 0.5,
     options: HeadOptions = _DEFAULTS,
@@ -130,7 +131,7 @@ def vocab_parallel_divergence(
 
 
 def _teacher(
-    given: TeacherLogits | TopLogits,
+    given: TeacherLogits | TopLogits | RecordedHead,
     x: HeadInputs,
     sinks: GradientSinks,
     labels: torch.Tensor,
@@ -139,10 +140,12 @@ def _teacher(
 ) -> Teacher:
     """Check a teacher against the student's inputs, and gather its hidden states where ranks have parts of them."""
     count, shard = len(labels), x.shard
-    if isinstance(given, TopLogits):
+    if isinstance(given, TopLogits | RecordedHead):
         if given.ids.shape != given.logprobs.shape or given.ids.ndim != 2 or len(given.ids) != count:
             shapes = f"{tuple(given.logprobs.shape)} and ids {tuple(given.ids.shape)}"
             raise ValueError(f"the teacher's log-probs have shape {shapes}, expected ({count}, K) like the labels")
+        if isinstance(given, RecordedHead):
+            return given
         return TopTeacher(
             logprobs=given.logprobs,
             ids=given.ids,
@@ -314,8 +317,9 @@ def _in_chunk(
         nonlocal depends_on_entropy
         by_logprobs, by_entropy, by_divergence = loss_gradients(*table[:3])
         assert by_logprobs is not None
-        assert by_divergence is not None
-        used[0, rows], used[2, rows] = by_logprobs[rows], by_divergence[rows]
+        used[0, rows] = by_logprobs[rows]
+        # A loss may only look at the value.
+        used[2, rows] = 0.0 if by_divergence is None else by_divergence[rows]
         if by_entropy is not None:
             depends_on_entropy, used[1, rows] = True, by_entropy[rows]
         weights = used[0, rows], used[1, rows] if by_entropy is not None else None, used[2, rows]

@@ -9,7 +9,12 @@ import torch.distributed as dist
 
 from megarl.config.schema import HeadConfig
 from megarl.parallel.head.differentiable import LossGradients
-from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits, TopLogits, vocab_parallel_divergence
+from megarl.parallel.head.distill import (
+    DistilledLogprobs,
+    TeacherLogits,
+    TopLogits,
+    vocab_parallel_divergence,
+)
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.logprobs import (
     HeadOptions,
@@ -20,6 +25,7 @@ from megarl.parallel.head.logprobs import (
 )
 from megarl.parallel.head.memory_mode import HeadMemoryMode, choose_memory_mode
 from megarl.parallel.head.pairs import TokenPairs, pair_statistics
+from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.rows import RowOwners, uneven_owners
 from megarl.parallel.head.statistics import VocabShard
 from megarl.parallel.packing import Pack
@@ -162,13 +168,15 @@ class PolicyHead:
         return TopTokens(logprobs=plain.logprobs, entropy=plain.entropy, top_ids=top.ids, top_logprobs=top.logprobs)
 
     @staticmethod
-    def _likely(pack: Pack, teaching: Teaching) -> TopLogits:
-        """Return the likeliest tokens that a teacher gave for a pack; a pack without labels has none."""
-        if pack.likely_ids is None or pack.likely_logprobs is None:
-            assert not len(pack.labels), "rows lack the teacher's likeliest tokens"
-            nothing = torch.zeros(0, 1, device=pack.labels.device)
-            return TopLogits(logprobs=nothing, ids=nothing.long())
-        return TopLogits(logprobs=pack.likely_logprobs, ids=pack.likely_ids.long(), common=teaching.common)
+    def _likely(pack: Pack, teaching: Teaching) -> TopLogits | RecordedHead:
+        """Return the likeliest tokens that a teacher or engine gave for a pack; a pack without labels has none."""
+        ids, logprobs = pack.likely_ids, pack.likely_logprobs
+        if ids is None or logprobs is None:
+            assert not len(pack.labels), "rows lack the likeliest tokens"
+            ids = logprobs = torch.zeros(0, 1, device=pack.labels.device)
+        if teaching.measure is not None:
+            return RecordedHead(logprobs=logprobs, ids=ids.long(), measure=teaching.measure)
+        return TopLogits(logprobs=logprobs, ids=ids.long(), common=teaching.common)
 
     def _options(self, request: HeadRequest) -> HeadOptions:
         temperature = request.temperature * self.logits_divisor

@@ -34,7 +34,7 @@ class TeacherComparison(NamedTuple):
     lse and nucleus_lse: as in `RowStatistics`. divergence: the one that is optimized; its gradient subtracts `mean`.
     agreement: 1 where both find the same token likeliest. student_lse, teacher_lse: over the tokens that are compared
     one by one. student_mass, teacher_mass: how much of each distribution these tokens have. common_lse: the student's
-    over the tokens that both have.
+    over the tokens that both have; beside an engine's head, over all tokens outside it.
     """
 
     logprobs: Tensor

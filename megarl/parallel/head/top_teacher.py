@@ -128,12 +128,17 @@ class TopTeacher:
                     z_part, inverse_temperature, here, lse=lse, grad_logprobs=grad_logprobs, a=by_mass, b=b
                 )
         # Written whole instead of added, because what stands there may be far larger.
-        logits.scatter_reduce_(1, columns, (~owned).to(logits.dtype), "prod")
-        logits.scatter_add_(1, columns, at_ids.to(logits.dtype))
+        overwrite_at(logits, columns, owned, at_ids)
 
     def _teacher(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return the teacher's log-probs [n, K + 1] of the outcomes."""
         return with_rest(self.logprobs[rows].to(dtype).masked_fill(self.ids[rows] < 0, -torch.inf))
+
+
+def overwrite_at(logits: Tensor, columns: Tensor, owned: Tensor, values: Tensor) -> None:
+    """Write [n, K] values to the columns of logits that are `owned`, each once; other columns may be repeated."""
+    logits.scatter_reduce_(1, columns, (~owned).to(logits.dtype), "prod")
+    logits.scatter_add_(1, columns, values.to(logits.dtype).where(owned, 0.0))
 
 
 def with_rest(logprobs: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""A run whose loss reads the engine's recorded head: killed and resumed, and sampled again, it is equal to the bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.rollout.replay import read_record, record_path
+from megarl.types import row_from_sample
+from megarl_lab.bench.kill_resume import SmallRun, differences, make_inputs
+from megarl_lab.bench.killed import kill
+from tests.helpers.waiting import wait_until
+
+NUM_STEPS, K = 3, 8
+REWARD = Path(__file__).with_name("even_length.py")
+SETTINGS = (
+    f"trainer.total_steps={NUM_STEPS}",
+    "algo.policy_loss.name=score_centering",
+    "algo.policy_loss.center_weight=tis",
+    # The tiny model's distribution is nearly flat.
+    "algo.policy_loss.max_head_error=null",
+    f"rollout.head_tokens={K}",
+    "rollout.record=true",
+    f"rewards.custom.path={REWARD}",
+    "rewards.custom.name=compute_score",
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    whole = SmallRun(inputs=inputs, name="whole", settings=SETTINGS)
+    assert whole.start().wait() == 0, whole.paths.root.with_suffix(".log").read_text()
+    steps = [record.metrics for record in whole.records() if "actor/grad_norm" in record.metrics]
+    for metrics in steps:
+        assert 0 < metrics["actor/sc_engine_head_mass"] < 1
+        # The engine has the policy's weights.
+        assert metrics["actor/sc_policy_head_mass"] == pytest.approx(metrics["actor/sc_engine_head_mass"], abs=1e-5)
+        assert metrics["actor/sc_importance_weight"] == pytest.approx(1, abs=1e-4)
+        assert abs(metrics["actor/sc_engine_kl"]) < 1e-6
+        assert metrics["actor/sc_tail_mass"] == pytest.approx(1 - metrics["actor/sc_engine_head_mass"], abs=1e-5)
+    assert any(metrics["actor/sc_error_bound"] > 0 for metrics in steps)
+    for step in range(1, NUM_STEPS + 1):
+        for row in map(row_from_sample, read_record(record_path(whole.paths.records, step)).samples):
+            assert row.likely is not None
+            assert row.likely.ids.shape == (row.num_response_tokens, K + 1)
+            is_there = row.likely.ids == row.label_ids[:, None]
+            assert (is_there.sum(1) == 1).all()
+            np.testing.assert_array_equal(row.likely.logprobs[is_there], row.quantities["rollout_logprobs"])
+
+    killed = SmallRun(inputs=inputs, name="killed", settings=SETTINGS)
+    process = killed.start()
+    try:
+        wait_until(lambda: killed.last_step() >= 1, "step 1", timeout_s=120.0, seen=killed.last_step, process=process)
+        assert kill(process).leftovers == ()
+    finally:
+        process.kill()
+        process.wait()
+    assert killed.start().wait() == 0, killed.paths.root.with_suffix(".log").read_text()
+    assert differences(killed, whole) == []
+
+    again = ("rollout.record=false", "rollout.source=regenerate", f"rollout.replay_dir={whole.paths.records}")
+    regenerated = SmallRun(inputs=inputs, name="again", settings=(*SETTINGS, *again))
+    assert regenerated.start().wait() == 0, regenerated.paths.root.with_suffix(".log").read_text()
+    assert differences(regenerated, whole) == []

@@ -1,0 +1,137 @@
+"""Problems of the head beside an engine's recorded likeliest tokens, and their float64 answer from dense logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.config.schema import LayoutConfig
+from tests.helpers.head import dense_values
+from tests.helpers.head_ranks import Collective, token_loss
+from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
+from tests.helpers.teacher_heads import TEACHER_TEMPERATURE, TaughtCase, TaughtProblem, TaughtResult, taught_gradients
+
+if TYPE_CHECKING:
+    from megarl.parallel.head.distill import DistilledLogprobs
+
+COMPARED = ("logprobs", "entropy", "divergence", "forward_kl", "student_mass", "teacher_mass")
+
+
+def engine_head(problem: TaughtProblem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and ids [N, K] of the engine's head: the likeliest `top_k`, or all of a token's nucleus."""
+    logprobs, ids = problem.top()
+    nucleus = problem.student.nucleus
+    if nucleus is None:
+        return logprobs, ids
+    everything = problem.teacher_hidden.double() @ problem.teacher_weight.double().t() / TEACHER_TEMPERATURE
+    kept = nucleus.long()
+    inside = everything.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf).log_softmax(-1)
+    wide = torch.full((len(ids), kept.shape[1]), -1)
+    other = torch.full(wide.shape, -torch.inf, dtype=torch.float64)
+    wide[:, : ids.shape[1]], other[:, : ids.shape[1]] = ids, logprobs
+    cut = kept[:, :1] >= 0
+    return torch.where(cut, inside, other), torch.where(cut, kept, wide)
+
+
+def dense_recorded(problem: TaughtProblem, weight: str, low: float, high: float) -> TaughtResult:
+    """Score centering from dense float64 distributions and autograd, by the definition: q outside H is κ·p."""
+    student = problem.student
+    hidden = student.hidden.detach().double().clone().requires_grad_()
+    matrix = student.weight.detach().double().clone().requires_grad_()
+    z, logprobs, entropy = dense_values(student, hidden, matrix)
+    lq, ids = engine_head(problem)
+    values, masses, kls = [], [], []
+    for i in range(len(z)):
+        known = [j for j, v in enumerate(ids[i].tolist()) if v >= 0]
+        at, q = ids[i, known], lq[i, known].exp()
+        whole = student.nucleus is None or int(student.nucleus[i, 0]) < 0
+        lp = (
+            z[i].log_softmax(-1)
+            if whole
+            else z[i, at].log_softmax(-1).new_zeros(len(z[i])).index_add(0, at, z[i, at].log_softmax(-1))
+        )[at]
+        p = lp.detach().exp()
+        tail_q, tail_p = max(1 - float(q.sum()), 1e-6), max(1 - float(p.sum()), 1e-6)
+        kappa = tail_q / tail_p if whole else 1.0
+        c = (
+            q * weights_of(p / q, weight, low, high)
+            - kappa * weights_of(torch.tensor([1 / kappa], dtype=torch.float64), weight, low, high) * p
+        )
+        values.append((c * lp).sum())
+        masses.append((float(p.sum()), float(q.sum())))
+        rests = 1 - torch.stack([q.sum(), p.sum()])
+        has_rest = whole and len(known) < len(z[i])
+        kls.append((q * (q.log() - p.log())).sum() + (rests[0] * (rests[0] / rests[1]).log() if has_rest else 0.0))
+    value = torch.stack(values) if values else z.new_zeros(0)
+    loss = token_loss(student, logprobs, entropy) + (problem.grad_divergence * value.sin()).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, matrix))
+    found = (logprobs, entropy, value, torch.tensor([float(kl) for kl in kls], dtype=torch.float64))
+    student_mass, teacher_mass = torch.tensor(masses, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    return TaughtResult(
+        values={name: each.detach() for name, each in zip(COMPARED, (*found, student_mass, teacher_mass), strict=True)},
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+    )
+
+
+def weights_of(ratio: torch.Tensor, weight: str, low: float, high: float) -> torch.Tensor:
+    """f(r) by its definition."""
+    if weight == "none":
+        return torch.ones_like(ratio)
+    return ratio.clamp(low, high) if weight == "tis" else ratio * ((ratio >= low) & (ratio <= high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCase(TaughtCase):
+    """A problem whose teacher is the engine, of which a head is known."""
+
+    weight: str = "none"
+    low: float = 0.0
+    high: float = 2.0
+
+    @property
+    def expected(self) -> TaughtResult:
+        return dense_recorded(self.problem, self.weight, self.low, self.high)
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor, shard: Any, taught: Any, other: Any, other_shard: Any
+    ) -> "DistilledLogprobs":
+        """The head beside the engine's."""
+        from megarl.algos.centering import Centering
+        from megarl.parallel.head.distill import vocab_parallel_divergence
+        from megarl.parallel.head.logprobs import HeadOptions
+        from megarl.parallel.head.memory_mode import HeadMemoryMode
+        from megarl.parallel.head.recorded import RecordedHead
+
+        problem, memory_mode = self.problem, HeadMemoryMode(self.memory_mode)
+        logprobs, ids = engine_head(problem)
+        rule: Any = self.weight
+        return vocab_parallel_divergence(
+            hidden,
+            weight,
+            problem.student.labels,
+            shard=shard,
+            teacher=RecordedHead(
+                logprobs=logprobs.to(hidden.dtype),
+                ids=ids,
+                measure=Centering(weight=rule, low=self.low, high=self.high),
+            ),
+            options=HeadOptions(
+                temperature=problem.student.temperature,
+                memory_mode=memory_mode,
+                chunk_tokens=self.chunk_tokens,
+                entropy_needs_grad=problem.student.grad_entropy is not None,
+                row_counts=self.row_counts,
+                logit_cap=problem.student.logit_cap,
+                loss_gradients=taught_gradients(problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
+            ),
+            nucleus=problem.student.nucleus,
+        )
+
+
+def recorded_heads(context: RankContext, cases: Sequence[RecordedCase]) -> list[tuple[TaughtResult, list[Collective]]]:
+    """Each case in turn, the vocabulary spread over all ranks."""
+    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
+    return [case.solve(group) for case in cases]

@@ -1,0 +1,43 @@
+"""The head beside an engine's recorded head, on one rank, against the definition on dense float64 distributions."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.compare import assert_within
+from tests.helpers.head import nucleus_problem
+from tests.helpers.head_ranks import REGIMES
+from tests.helpers.recorded_heads import COMPARED, RecordedCase
+from tests.helpers.teacher_heads import taught_problem
+
+RULES = [("none", 0.0, 2.0), ("tis", 0.0, 2.0), ("tis", 0.7, 1.5), ("mis", 0.5, 5.0), ("mis", 0.0, 1.2)]
+
+
+def assert_recorded(case: RecordedCase, *, atol: float = 1e-12) -> None:
+    got, expected = case.solve()[0], case.expected
+    for name in COMPARED:
+        assert_within(name, got.values[name], expected.values[name], atol=atol)
+    assert_within("hidden", got.grad_hidden, expected.grad_hidden, atol=atol)
+    size = case.problem.student.vocab_size
+    assert not got.grad_weight[size:].any()
+    assert_within("weight", got.grad_weight[:size], expected.grad_weight, atol=atol)
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+@pytest.mark.parametrize(("weight", "low", "high"), RULES)
+def test_against_dense(weight: str, low: float, high: float, memory_mode: str) -> None:
+    for problem in (
+        taught_problem(top_k=4, gap=True),
+        taught_problem(top_k=11),
+        taught_problem(top_k=4, student=nucleus_problem()),
+        taught_problem(top_k=1, num_rows=1),
+        taught_problem(top_k=3, num_rows=0),
+    ):
+        rule = {"weight": weight, "low": low, "high": high}
+        assert_recorded(RecordedCase(problem=problem, memory_mode=memory_mode, **rule))
+
+
+def test_capped_logits_and_no_entropy() -> None:
+    problem = taught_problem(top_k=4)
+    student = replace(problem.student, logit_cap=2.0, grad_entropy=None)
+    assert_recorded(RecordedCase(problem=replace(problem, student=student), weight="tis"))
