@@ -145,6 +145,13 @@ def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     report.add_argument("run_dir", type=Path, help="the run's directory")
     report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
     report.set_defaults(run=_report)
+    curve = commands.add_parser("learning-curve", help="say whether runs would gain from more samples: go on, or stop")
+    curve.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs with validations")
+    curve.add_argument("--greedy", action="store_true", help="fit the scores of greedy answers")
+    curve.add_argument("--until", type=int, metavar="STEP", help="fit the validations up to this step")
+    curve.add_argument("--min-gain", type=float, default=0.01, metavar="X", help="what twice the samples have to gain")
+    curve.add_argument("--out", type=Path, metavar="FILE", help="picture; default: learning_curve.png in the first run")
+    curve.set_defaults(run=_learning_curve)
     trace = commands.add_parser("trace", help="write when trainer and engines worked, for ui.perfetto.dev")
     trace.add_argument("run_dir", type=Path, help="the run's directory")
     trace.add_argument("--out", type=Path, metavar="FILE", help="trace to write; default: RUN/trace.json")
@@ -311,6 +318,15 @@ def _report(arguments: argparse.Namespace) -> None:
 
     paths = write_report(arguments.run_dir, arguments.others)
     print_lines(f"wrote {paths.html}", f"wrote {paths.png}")
+
+
+def _learning_curve(arguments: argparse.Namespace) -> None:
+    from megarl.report.figures import write_learning_curves
+    from megarl.report.run import load_runs
+
+    out = arguments.out or arguments.runs[0] / "learning_curve.png"
+    options = {name: getattr(arguments, name) for name in ("greedy", "until", "min_gain")}
+    print_lines(*write_learning_curves(load_runs(arguments.runs), out, **options), f"wrote {out}")
 
 
 def _trace(arguments: argparse.Namespace) -> None:

@@ -2,12 +2,17 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megarl.host.writing import replacing
+from megarl.report.curves import draw_learning_curve
+from megarl.report.learning_curve import curve_of, to_text
 from megarl.report.panels import PANELS, Panel
 from megarl.report.run import Run
 from megarl.report.style import figure_style, hover_strips, save_png, to_svg
@@ -22,7 +27,9 @@ TITLE_WIDTH_CHARS = 120
 
 def available_panels(runs: Sequence[Run]) -> list[Panel]:
     """List the panels that the first run has metrics for."""
-    return [panel for panel in PANELS if any(name.startswith(panel.needs) for name in runs[0].series)]
+    run = runs[0]
+    has = [panel for panel in PANELS if any(name.startswith(panel.needs) for name in run.series)]
+    return [panel for panel in has if panel.enough is None or panel.enough(run)]
 
 
 def panel_svg(panel: Panel, runs: Sequence[Run]) -> str:
@@ -55,6 +62,22 @@ def write_png(runs: Sequence[Run], path: Path) -> None:
         for panel, cell in zip(panels, cells, strict=False):
             _draw(panel, cell.add_subplot(), runs)
         save_png(figure, path)
+
+
+def write_learning_curves(
+    runs: Sequence[Run], path: Path, *, greedy: bool, until: int | None, min_gain: float
+) -> list[str]:
+    """Draw the fitted curves of runs on one PNG file, and return what each shows in words."""
+    panel = next(panel for panel in PANELS if panel.name == "learning_curve")
+    chosen = partial(curve_of, greedy=greedy, until=until, min_gain=min_gain)
+    lines = [f"{run.label}: {to_text(chosen(run))}" for run in runs]
+    with figure_style():
+        figure = Figure(figsize=(2 * PANEL_SIZE_INCHES[0], 2 * PANEL_SIZE_INCHES[1]), layout="constrained")
+        own = partial(draw_learning_curve, greedy=greedy, until=until, min_gain=min_gain)
+        _draw(replace(panel, draw=own), figure.add_subplot(), runs)
+        with replacing(path) as file:
+            save_png(figure, file)
+    return lines
 
 
 def _draw(panel: Panel, ax: Axes, runs: Sequence[Run]) -> None:

@@ -12,6 +12,7 @@ from megarl.report.curves import (
     draw_good_and_bad,
     draw_idle,
     draw_lags,
+    draw_learning_curve,
     draw_line,
     draw_mismatch,
     draw_reward,
@@ -20,6 +21,7 @@ from megarl.report.curves import (
     draw_validation,
     draw_with_held_out,
 )
+from megarl.report.learning_curve import curve_of
 from megarl.report.run import Run
 
 
@@ -27,7 +29,8 @@ from megarl.report.run import Run
 class Panel:
     """A panel of the report: one plot with its texts.
 
-    needs: a metric name or prefix without which there is nothing to draw. over: what the x axis shows.
+    needs: a metric name or prefix without which there is nothing to draw. enough: whether a run has enough of it. over:
+    what the x axis shows.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Panel:
     needs: str
     draw: Callable[[Axes, Sequence[Run]], None]
     over: str = "step"
+    enough: Callable[[Run], bool] | None = None
 
 
 PANELS = (
@@ -55,6 +59,16 @@ PANELS = (
         caption="Held-out prompts, sampled (band: ± one standard error) and greedy (dashed).",
         needs="val/test_score",
         draw=draw_validation,
+    ),
+    Panel(
+        name="learning_curve",
+        title="Learning curve",
+        unit="mean score",
+        caption="Sigmoid fitted to the validations, up to twice the samples (band: 90 %); see `megarl learning-curve`.",
+        needs="val/test_score",
+        draw=draw_learning_curve,
+        over="samples",
+        enough=lambda run: curve_of(run) is not None,
     ),
     Panel(
         name="pair_accuracy",
