@@ -176,6 +176,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "max_logprobs": max(20, spec.max_nucleus, spec.head_tokens),
         "disable_log_stats": True,
         "skip_tokenizer_init": False,
+        "language_model_only": True,  # Prompts have no images, and a sync sends no vision tower.
         "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
         **_DEFAULTS[device],
         **({"enable_return_routed_experts": True} if spec.captures_routing else {}),

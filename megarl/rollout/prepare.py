@@ -2,6 +2,10 @@
 
 import json
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from itertools import accumulate
 
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
@@ -25,6 +29,7 @@ def prepare_vllm(spec: EngineSpec) -> None:
             f"rollout.engine.kv_cache_dtype: got {spec.config.kv_cache_dtype}, but on this host vLLM would need a CPU "
             "with AVX-512 or AMX for it; set it to null"
         )
+    lend_torchvision()
     if rounding_of(spec):
         import megarl.rollout.rounded_weights  # noqa: F401
 
@@ -38,6 +43,19 @@ def import_vllm() -> None:
         file.write_text(json.dumps(stages), encoding="utf-8")
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(file))
     from vllm import LLM  # noqa: F401
+
+
+def lend_torchvision() -> None:
+    """Put empty modules in the place of torchvision, whose functions texts never need, where it is not installed."""
+    if find_spec("torchvision") is None:
+        from transformers.utils import is_torchvision_available
+        from vllm.model_executor.models import registry
+
+        is_torchvision_available()  # It keeps the answer.
+        for name in accumulate(("torchvision", ".transforms", ".v2", ".functional")):
+            sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
+        # Another process, in which vLLM would look at its classes, has none of them.
+        registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def has_float8_keys() -> bool:

@@ -25,14 +25,16 @@ from megarl.errors import WeightSyncError
 from megarl.host.device.gloo import close_gloo
 from megarl.rollout.cpu_patches import repack_cpu_weights
 from megarl.rollout.engine import ADAPTERS_ID, NUM_BEFORE, SEED
+from megarl.rollout.prepare import lend_torchvision
 from megarl.seeds import span_seed
 from megarl.sync.transport.ends import BridgeReceiver
 from megarl.sync.transport.routed import RoutedReceiver
 from megarl.sync.transport.transports import ProcessPlan
 from megarl.weights.adapter_files import PREFIX
 
-# This process makes its groups later.
+# This process makes its groups later, and imports its model.
 close_gloo()
+lend_torchvision()
 # Parameters that vLLM's models write themselves, without a loader of which a reload knows: it must leave them in place.
 WRITTEN_IN_PLACE = frozenset({"sinks"})
 meta.SKIP_LOAD_TENSORS.update(WRITTEN_IN_PLACE)

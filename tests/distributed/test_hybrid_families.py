@@ -1,6 +1,5 @@
 """Families with gated delta nets: rows that share a prompt, and published models whose language model is a part."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from megarl.config.schema import LayoutConfig, ModelConfig, MoeConfig
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
@@ -27,6 +25,7 @@ from tests.helpers.family_parity import (
 )
 from tests.helpers.hf_models import VOCAB_SIZE, assert_same_tensors, make_model, read_tensors
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.towers import TOWERS, make_whole
 
 GetPool = Callable[[int], RankPool]
 TP2 = LayoutConfig(tp=2, sequence_parallel=True)
@@ -64,46 +63,13 @@ def test_rows_that_share_a_prompt_equal_transformers(rank_pool: GetPool, tmp_pat
     assert_equals_transformers(rank_pool(2), expected, TP2, tmp_path, rows=rows)
 
 
-# The names of transformers' config and model.
-MULTIMODAL = {
-    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
-}
-
-
-def make_multimodal(path: Path, name: str, text: Path) -> Path:
-    """A model with a small vision tower and the language model `text`, as transformers writes it, and an MTP tensor.
-
-    Experts are as published, all of a layer in one tensor, where transformers writes one for each.
-    """
-    config_class, model_class = (getattr(transformers, each) for each in MULTIMODAL[name])
-    config = config_class(
-        text_config=json.loads((text / "config.json").read_text()),
-        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 48},
-        tie_word_embeddings=False,
-    )
-    whole, own = model_class(config), transformers.AutoModelForCausalLM.from_pretrained(text)
-    whole.model.language_model.load_state_dict(own.model.state_dict())
-    whole.lm_head.load_state_dict(own.lm_head.state_dict())
-    whole.save_pretrained(path)
-    tensors = {key: value for key, value in read_tensors(path).items() if ".mlp.experts." not in key}
-    for layer, each in enumerate(whole.model.language_model.layers):
-        if hasattr(each.mlp, "experts"):
-            for kind, stacked in each.mlp.experts.named_parameters():
-                tensors[f"model.language_model.layers.{layer}.mlp.experts.{kind}"] = stacked.detach().clone()
-    tensors["mtp.norm.weight"] = torch.linspace(-1, 1, 48)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "tokenizer.json").write_text("{}")
-    return path
-
-
-@pytest.mark.parametrize("name", list(MULTIMODAL))
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_language_models_of_multimodal_models_are_trained(rank_pool: GetPool, tmp_path: Path, name: str) -> None:
     """What transformers computes with the same language model alone; the tower and MTP layers stay as they were read,
     in exports and through conversions.
     """
     text = run_transformers(make_model(tmp_path / "text", name, tied=False))
-    model = make_multimodal(tmp_path / "model", name, text.path)
+    model = make_whole(tmp_path / "model", name, text.path)
     measured = run_ranks(rank_pool(2), model, TP2, tmp_path, make_rows(), MoeConfig(), "none")
     assert_rows("logits", [m.logits for m in measured], text.logits)
     assert_rows("log-probs", [m.logprobs for m in measured], text.logprobs)
@@ -118,5 +84,5 @@ def test_language_models_of_multimodal_models_are_trained(rank_pool: GetPool, tm
     hf_to_mcore(model, ConvertSettings(out=tmp_path / "dist", num_workers=1))
     mcore_to_hf(tmp_path / "dist", ConvertSettings(out=tmp_path / "back", num_workers=1))
     assert_same_tensors(tmp_path / "back", model)
-    loaded = getattr(transformers, MULTIMODAL[name][1]).from_pretrained(tmp_path / "back")
+    loaded = getattr(transformers, TOWERS[name].model).from_pretrained(tmp_path / "back")
     assert torch.equal(loaded.lm_head.weight, read_tensors(model)["lm_head.weight"])

@@ -1,6 +1,5 @@
 """Mistral Small 3.1 and later as published: a Mistral that is the language model of a larger model."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,31 +13,7 @@ from tests.distributed.test_load_export import PoolWriters
 from tests.helpers.family_parity import assert_gradients, assert_rows, make_rows, run_ranks, run_transformers
 from tests.helpers.hf_models import assert_same_tensors, make_model, read_tensors
 from tests.helpers.rank_pool import RankPool
-
-VISION = {
-    "model_type": "pixtral",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
-def make_whole(path: Path, text: Path) -> Path:
-    """A model with the language model `text` and a small vision tower, as transformers writes it."""
-    config = transformers.Mistral3Config(
-        text_config=json.loads((text / "config.json").read_text()), vision_config=VISION, tie_word_embeddings=False
-    )
-    whole = transformers.Mistral3ForConditionalGeneration(config)
-    own = transformers.AutoModelForCausalLM.from_pretrained(text)
-    whole.model.language_model.load_state_dict(own.model.state_dict())
-    whole.lm_head.load_state_dict(own.lm_head.state_dict())
-    whole.save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
-    return path
+from tests.helpers.towers import make_whole
 
 
 @pytest.mark.parametrize(
@@ -54,7 +29,7 @@ def test_the_language_model_is_trained_and_the_rest_stays(
 ) -> None:
     """Its six heads of 12 dimensions are wider than the stream of 48."""
     text = run_transformers(make_model(tmp_path / "text", "mistral-small", tied=False))
-    model = make_whole(tmp_path / "model", text.path)
+    model = make_whole(tmp_path / "model", "mistral3", text.path)
     measured = run_ranks(rank_pool(2), model, layout, tmp_path, make_rows(), MoeConfig(), "none")
     assert_rows("logits", [m.logits for m in measured], text.logits)
     assert_rows("log-probs", [m.logprobs for m in measured], text.logprobs)

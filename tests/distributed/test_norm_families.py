@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.train.export import export_model
@@ -27,6 +26,7 @@ from tests.helpers.family_parity import (
 from tests.helpers.hf_models import assert_same_tensors, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
+from tests.helpers.towers import make_whole
 
 GetPool = Callable[[int], RankPool]
 TP2 = LayoutConfig(tp=2, sequence_parallel=True)
@@ -72,17 +72,7 @@ def test_minimax_m2_equals_transformers(rank_pool: GetPool, tmp_path: Path) -> N
 def test_language_model_of_gemma3_with_a_vision_tower(rank_pool: GetPool, tmp_path: Path) -> None:
     """What transformers computes with the same language model alone; the tower is exported as it was read."""
     text = run_transformers(make_model(tmp_path / "text", "gemma3", tied=True))
-    own = transformers.AutoModelForCausalLM.from_pretrained(text.path)
-    vision = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=own.config.to_dict(),
-        vision_config={**vision, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=1,
-    )
-    whole, model = transformers.Gemma3ForConditionalGeneration(config), tmp_path / "model"
-    whole.model.language_model.load_state_dict(own.model.state_dict())
-    whole.save_pretrained(model)
-    (model / "tokenizer.json").write_text("{}")
+    model = make_whole(tmp_path / "model", "gemma3", text.path)
     measured = run_ranks(rank_pool(2), model, TP2, tmp_path, make_rows(), MoeConfig(), "none")
     assert_rows("logits", [m.logits for m in measured], text.logits)
     assert_rows("log-probs", [m.logprobs for m in measured], text.logprobs)

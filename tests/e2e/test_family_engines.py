@@ -20,6 +20,7 @@ from tests.helpers.checkpoints import VOCAB_SIZE
 from tests.helpers.family_parity import load_transformers
 from tests.helpers.hf_models import make_model
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.towers import make_whole
 
 # float32 rounding of two implementations, through five layers and a cache.
 NATS = 5e-5
@@ -55,8 +56,8 @@ class EngineModel:
     """What a model of `hf_models` has besides SIZES, and keys of published configs that transformers 5 leaves out."""
 
     tied: bool = False
-    # What vLLM imports for it, though not for texts.
-    package: str | None = None
+    # The name in `towers` of the larger model, of which it is the language model.
+    tower: str | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,8 +97,13 @@ MODELS: Mapping[str, EngineModel] = {
         }
     ),
     "gpt_oss": EngineModel(sizes={"sliding_window": 16}),
-    "qwen3_5": EngineModel(package="torchvision", sizes=_DELTA),
-    "qwen3_5_moe": EngineModel(package="torchvision", sizes=_DELTA_AND_EXPERTS),
+    "qwen3_5": EngineModel(sizes=_DELTA),
+    "qwen3_5_moe": EngineModel(sizes=_DELTA_AND_EXPERTS),
+    # As published, with a vision tower, which no sync sends.
+    "gemma3+tower": EngineModel(tied=True, tower="gemma3", sizes={"sliding_window": 16}),
+    "mistral-small+tower": EngineModel(tower="mistral3", sizes={"head_dim": 48}),
+    "qwen3_5+tower": EngineModel(tower="qwen3_5", sizes=_DELTA),
+    "qwen3_5_moe+tower": EngineModel(tower="qwen3_5_moe", sizes=_DELTA_AND_EXPERTS),
     "qwen3_next": EngineModel(sizes=_DELTA_AND_EXPERTS),
     "deepseek_v2": EngineModel(sizes=_LATENT),
     "deepseek_v3-yarn": _V3,
@@ -111,14 +117,16 @@ MAX_TOKENS = 40
 def make_engine_model(path: Path, name: str) -> Path:
     """A model of sizes that an engine takes, with a tokenizer and its token at the end."""
     described, tokenizer = MODELS[name], make_byte_tokenizer()
-    if described.package is not None:
-        pytest.importorskip(described.package)
-    make_model(path, name, tied=described.tied, **{**SIZES, **described.sizes})
-    tokenizer.save_pretrained(path)
-    config, ends = path / "config.json", {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    text = path if described.tower is None else path.with_name("text")
+    make_model(text, name.partition("+")[0], tied=described.tied, **{**SIZES, **described.sizes})
+    config, ends = text / "config.json", {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config.write_text(json.dumps({**json.loads(config.read_text()), **described.published, **ends}))
     # It has the family's own tokens at the end, of which a small vocabulary has none.
-    (path / "generation_config.json").unlink()
+    (text / "generation_config.json").unlink()
+    if described.tower is not None:
+        make_whole(path, described.tower, text)
+        (path / "generation_config.json").unlink(missing_ok=True)
+    tokenizer.save_pretrained(path)
     return path
 
 

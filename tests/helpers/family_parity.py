@@ -1,6 +1,7 @@
 """A small random model in transformers and in a layout of ranks: logits, log-probs, gradients, and files as read."""
 
 import functools
+import json
 import math
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.train.export import check_complete
@@ -64,7 +65,10 @@ def make_rows() -> list[Row]:
 
 def load_transformers(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model as transformers reads it, with its plain attention."""
-    hf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    is_whole = "vision_config" in json.loads((path / "config.json").read_text())
+    # The class of a whole model also where there is one of its language model alone.
+    auto = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    hf: PreTrainedModel = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     module = sys.modules[type(hf).__module__]
     if hasattr(module, "torch_chunk_gated_delta_rule"):
         # In chunks, it sums up decays in float32, and errs by more than the tolerance. Token by token it does not.

@@ -14,6 +14,7 @@ import pytest
 from megarl.config import Config, from_dict
 from megarl.config.generation import Sampling
 from megarl.host.device.platform import platform
+from megarl.rollout import prepare
 from megarl.rollout.engine import GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
 from tests.helpers.small_model import write_config
@@ -37,6 +38,12 @@ def test_engines_on_cpus_cache_no_prefixes_of_delta_nets(published: bool, tmp_pa
     for sizes, cached in (({"num_attention_heads": 4}, True), ({"linear_num_key_heads": 2}, False)):
         (tmp_path / "config.json").write_text(json.dumps({"text_config": sizes} if published else sizes))
         assert engine_arguments(engine_spec(config))["enable_prefix_caching"] is cached
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm_to_lend_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here `RecordingEngine` is all of vLLM."""
+    monkeypatch.setattr(prepare, "lend_torchvision", lambda: None)
 
 
 class RecordingEngine:
