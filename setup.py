@@ -44,7 +44,7 @@ setup(
     # all paths, and for what runs in the directory above a checkout named megarl, that would not be a package.
     package_dir={"": "."},
     package_data={
-        "megarl.config": ["metrics.yaml"],
+        "megarl.config": ["metrics.yaml", "support.yaml"],
         "megarl.migrate": ["peers/*", "stubs.sh"],
         "megarl.report": ["browser/*"],
         "megarl_lab": ["*.yaml"],

@@ -33,3 +33,5 @@ NVTE_PYTORCH_FORCE_BUILD=TRUE "${install[@]}" --no-build-isolation -r requiremen
 if [[ "${APEX:-0}" == 1 ]]; then
     APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "${install[@]}" --no-build-isolation -r requirements/apex.txt
 fi
+# For cluster.target: a login node that has another environment checks settings for these packages.
+python -m pip list --format=freeze --disable-pip-version-check >"$venv/packages.txt"

@@ -186,20 +186,23 @@ def _train(arguments: argparse.Namespace) -> None:
         overrides.append(f"logging.profile_steps=[{first}, {last}]")
     config = load_config(arguments.config, overrides)
     if arguments.dry_run:
-        check_plan(config, "train", arguments.device_gib)
-        from megarl.forecast.calibrate import calibrate
-        from megarl.forecast.step import planned_step
-        from megarl.plan.build import print_plan
+        from megarl.config.target import checked_for, named_target
 
-        own = arguments.calibration
-        print_plan(
-            config,
-            device_gib=arguments.device_gib,
-            as_json=arguments.json,
-            forecast=lambda config, size: (
-                planned_step(config, device_bytes=size, constants=own and calibrate(own)).seconds
-            ),
-        )
+        with checked_for(named_target(config.cluster.target, gpus=None if arguments.device_gib is None else True)):
+            check_plan(config, "train")
+            from megarl.forecast.calibrate import calibrate
+            from megarl.forecast.step import planned_step
+            from megarl.plan.build import print_plan
+
+            own = arguments.calibration
+            print_plan(
+                config,
+                device_gib=arguments.device_gib,
+                as_json=arguments.json,
+                forecast=lambda config, size: (
+                    planned_step(config, device_bytes=size, constants=own and calibrate(own)).seconds
+                ),
+            )
         return
     if arguments.json or arguments.device_gib is not None or arguments.calibration is not None:
         raise ConfigError("--json, --device-gib and --calibration: go with --dry-run; add it, or remove them")
@@ -216,13 +219,16 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
-        check_plan(config, arguments.command)
+        from megarl.config.target import checked_for, named_target
         from megarl.host.device.platform import apply_environment
 
+        # Data are read by libraries for which this machine counts.
         apply_environment()
-        from megarl.plan.supervised import print_supervised_plan
+        with checked_for(named_target(config.cluster.target)):
+            check_plan(config, arguments.command)
+            from megarl.plan.supervised import print_supervised_plan
 
-        print_supervised_plan(arguments.command, config, as_json=arguments.json)
+            print_supervised_plan(arguments.command, config, as_json=arguments.json)
         return
     if arguments.json:
         raise ConfigError("--json: goes with --dry-run; add it, or remove this")

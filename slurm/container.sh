@@ -45,8 +45,9 @@ auth/munge)
     ;;
 auth/slurm) mounts+=(/run/slurm) ;;
 esac
-# The users that Slurm's configuration names; and the sockets of Ray, by which containers of one host reach each other.
-mounts+=(/etc/passwd /etc/group "${MEGARL_TMPDIR:-/tmp}")
+# The users that Slurm's configuration names; and, by which containers of one host reach each other, Ray's sockets and
+# shared memory, of which a container's own may be small.
+mounts+=(/etc/passwd /etc/group "${MEGARL_TMPDIR:-/tmp}" /dev/shm)
 
 mapfile -t mounts < <(printf '%s\n' "${mounts[@]}" | sort -u)
 list="$(IFS=, && echo "${mounts[*]}")"

@@ -9,7 +9,6 @@ those of a model's config.json.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import TypeAlias
 
 from megarl.config.check_distill import check_distill, check_distill_of_sft
@@ -42,6 +41,7 @@ from megarl.config.schema import (
 )
 from megarl.config.setting import check_values
 from megarl.config.supervised import PairsConfig, SftConfig
+from megarl.config.target import has_package, known_devices
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.host.masking import require_unmasked
@@ -88,8 +88,8 @@ def check_batch_invariance(config: Config) -> None:
     here = platform()
     hindrances = {
         f"on {here.name}, whose matrix products depend on the number of tokens": not here.has_batch_invariance,
-        "without Transformer Engine, for whose layers Megatron has such kernels": not find_spec("transformer_engine"),
-        "without the package flash_attn_3, whose attention these kernels need": not find_spec("flash_attn_3"),
+        "without Transformer Engine, for whose layers Megatron has such kernels": not has_package("transformer_engine"),
+        "without the package flash_attn_3, whose attention these kernels need": not has_package("flash_attn_3"),
         f"with actor.fp8={config.actor.fp8}, for which Megatron has no such kernels": config.actor.fp8 is not None,
         **{
             f"with {role}.layout.tp={own.layout.tp}, where NCCL adds parts in an order that depends on their size": (
@@ -103,7 +103,7 @@ def check_batch_invariance(config: Config) -> None:
         },
         **{
             f"on {device.name}, for which vLLM has no such kernels": (device.capability or 8.0) < 8.0
-            for device in here.devices()
+            for device in known_devices()
         },
     }
     if found := next((what for what, hinders in hindrances.items() if hinders), None):

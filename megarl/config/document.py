@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from megarl.config import support
 from megarl.config.parse import Tree, describe_type
 from megarl.config.schema import Config
 from megarl.config.setting import Allowed, Range, allowed_by
@@ -211,4 +212,5 @@ def _comments(cls: type) -> dict[str, str]:
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
     JSON_SCHEMA.write_text(render_json_schema(), encoding="utf-8")
-    print_lines(f"wrote {PAGE} and {JSON_SCHEMA}")
+    support.PAGE.write_text(support.with_table(support.PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print_lines(f"wrote {PAGE}, {JSON_SCHEMA} and the table of {support.PAGE}")

@@ -1,7 +1,6 @@
 """Check that this machine has the kernels of a package."""
 
-from importlib.util import find_spec
-
+from megarl.config.target import has_package
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 
@@ -13,5 +12,5 @@ def require_kernels(setting: str, package: str, remedy: str) -> None:
     here = platform()
     if here.name != "cuda":
         raise ConfigError(f"{setting}, which needs CUDA, but this is {here.name}; {remedy}")
-    if find_spec(package) is None:
+    if not has_package(package):
         raise ConfigError(f"{setting}, which needs the package {package}, but it is not installed; {remedy}")

@@ -1,8 +1,6 @@
 """Define the sections for the models of a run: their files, and the layout and training of each role."""
 
-import importlib.metadata
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Literal
 
 from megarl.config.kernels import TRANSFORMER_ENGINE as _TRANSFORMER_ENGINE
@@ -12,6 +10,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.optimizer import CriticOptimizerConfig, OptimizerConfig
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, Range, section, setting
+from megarl.config.target import has_package, known_devices, package_version
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import FP8_RECIPES
 from megarl.host.device.platform import platform
@@ -36,7 +35,7 @@ class ModelConfig:
         """Raise ConfigError for no model, and for a data type that the layers on this machine cannot compute in."""
         if not self.path:
             raise ConfigError(f"{key}.path: is empty; set it to a directory with config.json and *.safetensors")
-        if self.dtype == "float32" and platform().name == "cuda" and find_spec(_TRANSFORMER_ENGINE) is not None:
+        if self.dtype == "float32" and platform().name == "cuda" and has_package(_TRANSFORMER_ENGINE):
             raise ConfigError(
                 f"{key}.dtype: got float32, but Transformer Engine has no attention for packed sequences in float32; "
                 f"set {key}.dtype=bfloat16"
@@ -128,9 +127,9 @@ def fused_kernels(moe: MoeConfig, *, engine: tuple[int, ...] | None, num_groups:
 
 def transformer_engine_version() -> tuple[int, ...] | None:
     """Return the version of Transformer Engine (major, minor) that runs compute with here; None: without it."""
-    if platform().name != "cuda" or find_spec(_TRANSFORMER_ENGINE) is None:
-        return None
-    return tuple(int(part) for part in importlib.metadata.version("transformer-engine").split(".")[:2])
+    there = platform().name == "cuda" and has_package(_TRANSFORMER_ENGINE)
+    found = package_version("transformer-engine") if there else None
+    return None if found is None else tuple(int(part) for part in found.split(".")[:2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +171,7 @@ class ActorConfig(RecomputeConfig):
         if self.prefix_attention == "flex":
             remedy = f"set {key}.prefix_attention=null"
             _require_kernels(f"{key}.prefix_attention: got flex", "triton", remedy)
-            shares = find_spec(_TRANSFORMER_ENGINE) is None if self.share_prefixes is None else self.share_prefixes
+            shares = not has_package(_TRANSFORMER_ENGINE) if self.share_prefixes is None else self.share_prefixes
             if not shares or self.layout.cp > 1:
                 raise ConfigError(
                     f"{key}.prefix_attention: got flex with {key}.share_prefixes={self.share_prefixes} and "
@@ -188,7 +187,7 @@ class ActorConfig(RecomputeConfig):
         if self.fp8 is not None:
             _require_kernels(f"{key}.fp8: got {self.fp8}", _TRANSFORMER_ENGINE, f"set {key}.fp8=null")
             recipe = FP8_RECIPES[self.fp8]
-            for device in platform().devices():
+            for device in known_devices():
                 if device.capability is not None and not recipe.runs_on(device.capability):
                     raise ConfigError(
                         f"{key}.fp8: got {self.fp8}, which needs compute capability {recipe.expected}, but "

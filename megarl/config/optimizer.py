@@ -1,11 +1,11 @@
 """Define the sections of optimizers: what they do with gradients, and where and how they keep their state."""
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from megarl.config.kernels import TRANSFORMER_ENGINE, require_kernels
 from megarl.config.setting import AT_LEAST_0, BELOW_1, FRACTION, POSITIVE, SHARE, Range, setting
+from megarl.config.target import package_version
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 
@@ -95,11 +95,7 @@ class OptimizerConfig:
                 f"{key}.algorithm: got muon with {key}.distributed=true, but it needs whole matrices; set "
                 f"{key}.distributed=false"
             )
-        try:
-            found = version(_MUON_PACKAGE)
-        except PackageNotFoundError:
-            found = "none"
-        megatron = version("megatron-core")
+        found, megatron = package_version(_MUON_PACKAGE) or "none", package_version("megatron-core") or "none"
         needed, source = _EARLY_MUON if megatron.startswith("0.16.") else _MUON
         if not found.startswith(f"{needed}."):
             raise ConfigError(

@@ -227,6 +227,9 @@ class ClusterConfig:
     address: str | None = setting(None, _ADDRESS, needs_trust=True)
     # Names of hosts that must have joined the cluster before the run starts; []: do not wait for any.
     hosts: tuple[str, ...] = setting((), _HOST)
+    # The packages on the nodes, for which dry runs, `megarl plan` and `megarl slurm submit` check settings: a file that
+    # containers/install.sh writes. null: the one that MEGARL_TARGET names, also in slurm/env.sh, else this machine's.
+    target: str | None = None
     # Logical CPUs, which only affect placement; null: the number of CPUs of the host.
     num_cpus: int | None = setting(None, AT_LEAST_1)
     # Size of Ray's object store, which lies in shared memory; null: by the rows of a step and the host's memory.

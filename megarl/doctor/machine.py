@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.doctor.finding import Finding, Severity
+from megarl.doctor.network import check_network
 from megarl.host.device.accelerators import FP8_RECIPES, Device, torch_build
 from megarl.host.device.platform import Platform
 from megarl.host.janitor import SHM_DIR, RunScope
@@ -27,7 +28,7 @@ SMALLEST_FILES = 4096
 
 
 def check_machine(platform: Platform) -> Iterator[Finding]:
-    """Check devices, collectives, memory, cores, shared memory and open files; on GPUs also the C compiler."""
+    """Check devices, collectives, memory, cores, shared memory and open files; on GPUs also compiler and network."""
     yield devices_finding(platform.name, platform.devices())
     version = torch_build().nccl_version if platform.backend == "nccl" else None
     if platform.backend != "nccl" or version is not None:
@@ -59,6 +60,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
     if platform.name == "cuda":
         yield kernels_finding(platform.devices())
         yield compiler_finding(Path(sysconfig.get_path("include")))
+        yield from check_network()
 
 
 def devices_finding(name: str, devices: Sequence[Device]) -> Finding:

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import LayoutConfig
+from megarl.config.target import checked_for, named_target
 from megarl.forecast.layout_search import LayoutSearch
 from megarl.forecast.search import LayoutChoice, find_layouts
 from megarl.host.streams import print_lines
@@ -17,7 +18,8 @@ GIB = 2**30
 
 def print_layouts(search: LayoutSearch, *, most: int, as_json: bool) -> None:
     """Search, and print the best choices as text or as JSON."""
-    choices = find_layouts(search, most=most)
+    with checked_for(named_target(search.base.cluster.target, gpus=True)):
+        choices = find_layouts(search, most=most)
     if as_json:
         print(to_json(search, choices))
     else:

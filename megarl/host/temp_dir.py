@@ -32,6 +32,8 @@ _RUN = f"/{PREFIX}12345678/{RAY_DIRECTORY}"
 MOST_BYTES = SOCKET_BYTES - len(_RAY) - len(_RUN)
 # Ray's logs and the files of its sessions; without any room it does not start, and says so after 47 s.
 SMALLEST_MIB = 64
+# Variables of Triton, of torch's Inductor and of vLLM, and the directories that they name in `local_caches`.
+_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "VLLM_CACHE_ROOT": "vllm"}
 ADVICE = f"set TMPDIR to a local directory whose path has at most {MOST_BYTES} bytes, with {SMALLEST_MIB} MiB free"
 
 
@@ -100,6 +102,19 @@ def is_private(directory: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def local_caches() -> dict[str, str]:
+    """Return where libraries keep compiled kernels, by variable: below the home directory, nodes would share them.
+
+    The directory lasts; another user's of that name, who could put kernels there, is never used.
+    """
+    with contextlib.suppress(ConfigError, OSError):
+        directory = temp_root() / f"megarl-cache-{os.getuid()}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if is_private(directory):
+            return {name: str(directory / cache) for name, cache in _CACHES.items()}
+    return {}
 
 
 def temp_dirs() -> Iterator[tuple[str, Path]]:

@@ -18,7 +18,7 @@ from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import RAY_ENVIRONMENT, TOKEN_VARIABLE, health_checks, keep_worker_logs
 from megarl.host.sharing import adopt_umask
 from megarl.host.streams import name_anything, print_lines, write_anything
-from megarl.host.temp_dir import RAY_DIRECTORY
+from megarl.host.temp_dir import RAY_DIRECTORY, local_caches
 from megarl.launch.allocation import address_towards, free_ports, interface_of
 
 # How long processes get to end; Slurm may kill what is left 3 s after its first signal.
@@ -43,9 +43,8 @@ def main() -> None:
     address = address_towards(head, int(port))
     # Workers inherit all of this from Ray. Variables that the user exported win.
     os.environ.setdefault("MEGARL_HOST_ADDRESS", address)
-    if address != LOOPBACK:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, interface_of(address))
+    for name, value in (interface_variables(address) | local_caches()).items():
+        os.environ.setdefault(name, value)
     os.environ.update(apply_environment())
     for name, value in (RAY_ENVIRONMENT | health_checks(arguments.node_timeout_s)).items():
         os.environ.setdefault(name, value)
@@ -96,6 +95,15 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(_StoppedError):
         yield received
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Return by which interface this host reaches others, at its address on the route to the first host."""
+    if address == LOOPBACK:
+        return {}
+    name = interface_of(address)
+    # To NCCL, a name without = is the beginning of names: eth1 is eth10 too.
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def _command(arguments: argparse.Namespace, address: str, temp_dir: Path) -> list[str]:

@@ -171,6 +171,8 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, address: str
             "--overlap",
             "--mem=0",
             "--kill-on-bad-exit=1",
+            # Where a site's default is PMIx, it would wait for tasks to join an MPI.
+            "--mpi=none",
             # Slurm expands what % begins.
             f"--output={str(logs).replace('%', '%%')}/%N.log",
             *([f"--exclude={','.join(allocation.lost)}"] if allocation.lost else []),

@@ -19,6 +19,7 @@ from megarl.config.layout import LayoutConfig
 from megarl.config.load import PACKAGED
 from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import Config
+from megarl.config.target import checked_for, named_target
 from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
@@ -28,6 +29,7 @@ TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
 _ENVIRONMENT = "slurm/env.sh"
 _NEXT_COMPONENT, _AFTER_OPTIONS = "#SBATCH hetjob\n", "set -euo pipefail\n"
+_GRES = re.compile(r"\bgpu(?::[a-zA-Z][\w.-]*)?(?::(?P<count>\d+))?(?=[,(]|$)")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -44,6 +46,12 @@ class NodesRequest:
     def devices_per_node(self) -> int:
         """Return the number of devices for ranks on each node; without GPUs a rank takes a CPU."""
         return self.gpus_per_node or self.cpus_per_node
+
+    @property
+    def gres(self) -> int | None:
+        """Return how many GPUs per node an option such as --gres=gpu:h100:8 asks for; None: none does."""
+        found = [_GRES.search(option) for option in self.sbatch_options if option.startswith("--gres")]
+        return next((int(each["count"] or 1) for each in found if each), None)
 
     def __str__(self) -> str:
         return f"{self.num_nodes} with {self.devices_per_node} {'GPUs' if self.gpus_per_node else 'CPUs'} each"
@@ -132,6 +140,11 @@ def job_script(request: SubmitRequest) -> str:
             "of one kind cannot take the places of the other; change either"
         )
     for nodes in asked:
+        if nodes.gres not in (None, nodes.gpus_per_node):
+            raise ConfigError(
+                f"--sbatch: got {nodes.gres} GPUs per node by --gres, but --gpus-per-node={nodes.gpus_per_node} or its "
+                "default; make them equal"
+            )
         for option in nodes.sbatch_options:
             if not option.startswith("-") or visible(option) != option:
                 raise ConfigError(
@@ -149,8 +162,9 @@ def job_script(request: SubmitRequest) -> str:
         *request.overrides,
         *_node_overrides(request, config.actor.layout, config.rollout.engine, config.placement, config.rewards),
     ]
-    TRAINING_CHECKS[request.command](whole := load_config(request.config, placed))
-    _check_signal(request, None if request.forecast is None else partial(request.forecast, whole))
+    with checked_for(named_target(config.cluster.target, gpus=request.nodes.gpus_per_node > 0)):
+        TRAINING_CHECKS[request.command](whole := load_config(request.config, placed))
+        _check_signal(request, None if request.forecast is None else partial(request.forecast, whole))
     template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
     head, _, text = template.read_text(encoding="utf-8").partition(_AFTER_OPTIONS)
     first, *further = head.split(_NEXT_COMPONENT)
@@ -198,7 +212,8 @@ def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> st
     """Return a component's #SBATCH lines with these options, and with those of its nodes."""
     sizes = {
         "nodes": str(nodes.num_nodes),
-        "gpus-per-node": str(nodes.gpus_per_node) if nodes.gpus_per_node else None,
+        # Some sites know GPUs as --gres alone, which may stand among the options.
+        "gpus-per-node": str(nodes.gpus_per_node) if nodes.gpus_per_node and not nodes.gres else None,
         "cpus-per-task": str(nodes.cpus_per_node),
     }
     for name, value in {**options, **sizes}.items():

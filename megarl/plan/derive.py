@@ -7,7 +7,7 @@ from megarl.config.derived import Derived
 from megarl.config.generation import PlacementConfig
 from megarl.config.layout import LayoutConfig
 from megarl.config.models import FUSED_SINCE, MoeConfig, fusion_obstacle, transformer_engine_version
-from megarl.host.device.platform import platform
+from megarl.config.target import known_devices
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import ShardPlan
 from megarl.types.messages import RoleSpec
@@ -68,4 +68,4 @@ def share_beside(num_bytes: int, device_bytes: int) -> float:
 
 def smallest_device() -> int | None:
     """Return the memory of this machine's smallest device in bytes; None if it has none."""
-    return min((int(device.memory_gib * 2**30) for device in platform().devices()), default=None)
+    return min((int(device.memory_gib * 2**30) for device in known_devices()), default=None)

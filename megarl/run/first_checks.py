@@ -1,7 +1,6 @@
 """Find mistakes of a command line that need no cluster, before libraries are imported that take seconds."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from megarl.config.check import TRAINING_CHECKS
@@ -11,7 +10,6 @@ from megarl.data.records import NAME_COLUMNS, required_columns
 from megarl.data.sampler import train_files
 from megarl.data.tokenizer_files import require_tokenizer
 from megarl.errors import ConfigError
-from megarl.host.device.platform import assuming
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.writing import free_bytes, room
 from megarl.record.metrics import RunPaths
@@ -23,14 +21,13 @@ from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model, with_models
 
 
-def check_plan(config: Config, command: str, device_gib: float | None = None) -> None:
+def check_plan(config: Config, command: str) -> None:
     """Raise ConfigError or DataError for what a dry run would find wrong with settings, models and data, where these
     are there.
     """
     _check_settings(config, command)
-    with nullcontext() if device_gib is None else assuming("cuda"):
-        if config.model.config_path is None:
-            _check_models(config, command, "*.safetensors")
+    if config.model.config_path is None:
+        _check_models(config, command, "*.safetensors")
     if all(Path(file).is_file() for files in _data(config, command) for file in files):
         _check_data(config, command)
 

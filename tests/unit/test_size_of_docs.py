@@ -9,14 +9,17 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Written from the code, beside what the site makes.
 GENERATED = {DOCS / "configuration.md"}
+WRITTEN = r"<!-- from .*?<!-- end -->"
 BY_HAND = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
 # The 35th page, of at most 1,200 words, is the map of off-policy methods: formulas, biases, which one to take.
-MAX_WORDS, MAX_PAGES, MAX_LINKS = 35_200, 35, 14
+# 200 words came with targets of plans, and with networks and limits of nodes.
+MAX_WORDS, MAX_PAGES, MAX_LINKS = 35_400, 35, 14
 
 
 def test_pages_by_hand_are_few_and_short() -> None:
-    """Words are counted as `wc -w` does."""
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in BY_HAND}
+    """Words are counted as `wc -w` does, without tables that are written from the code."""
+    texts = {page.name: page.read_text(encoding="utf-8") for page in BY_HAND}
+    words = {name: len(re.sub(WRITTEN, "", text, flags=re.DOTALL).split()) for name, text in texts.items()}
     assert len(BY_HAND) <= MAX_PAGES
     assert sum(words.values()) <= MAX_WORDS, words
 

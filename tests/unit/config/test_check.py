@@ -556,7 +556,7 @@ def test_transformer_engine_does_not_train_in_float32(
     device: str, installed: bool, dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.config.models.platform", PLATFORMS[device])
-    monkeypatch.setattr("megarl.config.models.find_spec", lambda name: installed or None)
+    monkeypatch.setattr("megarl.config.target.find_spec", lambda name: installed or None)
     if not refused:
         check_sft(config(model__dtype=dtype))
         return

@@ -2,12 +2,11 @@
 
 import re
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
 
-from megarl.config import check, kernels, models, optimizer
+from megarl.config import check, kernels, models, optimizer, target
 from megarl.config.check import check_batch_invariance, check_precision
 from megarl.config.check_optimizers import check_optimizers
 from megarl.config.models import fused_kernels
@@ -46,10 +45,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     devices: list[Device] = []
     platform = PLATFORMS["cuda"]()
     monkeypatch.setattr(platform, "devices", lambda: devices)
-    for module in (check, kernels, models, optimizer):
+    for module in (check, kernels, models, optimizer, target):
         monkeypatch.setattr(module, "platform", lambda: platform)
-    for module in (check, kernels, models):
-        monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(target, "find_spec", lambda name: name)
     monkeypatch.setattr(models, "transformer_engine_version", lambda: (2, 11))
     return devices
 
@@ -97,7 +95,7 @@ def test_a_cpu_has_none_of_them(actor: dict[str, Any], message: str) -> None:
 def test_their_package_must_be_there(
     actor: dict[str, Any], package: str, on_cuda: list[Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(target, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"which needs the package {package}, but it is not installed; set actor"):
         check_kernels(config(layout=SPLIT, **actor))
 
@@ -207,7 +205,7 @@ def test_batch_invariance_is_not_to_be_had_on_cpus_or_without_packages(
         # Whose second generation newer Megatrons refuse.
         ({"transformer_engine", "flash_attn"}, "the package flash_attn_3"),
     ):
-        monkeypatch.setattr(check, "find_spec", lambda name, installed=installed: name in installed or None)
+        monkeypatch.setattr(target, "find_spec", lambda name, installed=installed: name in installed or None)
         with pytest.raises(ConfigError, match=f"^run.batch_invariant: got true without {missing}"):
             check_batch_invariance(asked)
     monkeypatch.setattr(check, "platform", PLATFORMS["cpu"])
@@ -268,13 +266,7 @@ def test_muon_needs_whole_matrices_and_the_package_that_megatron_calls(monkeypat
     with pytest.raises(ConfigError, match=r"^actor.optimizer.algorithm: got muon with .*distributed=true, but it"):
         check_kernels(config(optimizer=OptimizerConfig(algorithm="muon")))
     installed = {"megatron-core": "0.16.1"}
-
-    def version(package: str) -> str:
-        if package in installed:
-            return installed[package]
-        raise PackageNotFoundError
-
-    monkeypatch.setattr(optimizer, "version", version)
+    monkeypatch.setattr(optimizer, "package_version", installed.get)
     with pytest.raises(ConfigError, match=r"needs emerging-optimizers 0.1, but none is installed; with Python 3.12, "):
         check_kernels(config(optimizer=muon))
     # The arguments of later releases have other names, which later Megatrons pass.

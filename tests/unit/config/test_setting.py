@@ -205,7 +205,7 @@ ONLY_DATA = {
     *("train_reward.val", "train_preference.train", "train_preference.val", "train_preference.objective"),
     *("logging.wandb_project", "logging.mlflow_experiment", "logging.trackio_project", "logging.swanlab_project"),
     *(f"{role}.layout.pipeline_layout" for role in ("actor", "critic", "reference", "reward_model", "teacher")),
-    *("cluster.hosts",),  # of a cluster whose address the user gives
+    *("cluster.hosts", "cluster.target"),  # of a cluster whose address the user gives
 }
 
 

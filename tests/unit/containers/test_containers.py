@@ -110,7 +110,9 @@ def test_what_is_installed_is_pinned_and_compiled_against_the_wheels(
     assert done.returncode == 0, done.stderr
     steps = [shlex.split(line) for line in (tmp_path / "log").read_text().splitlines()]
     headers = [f"{tmp_path}/packages/nvidia/{library}/include" for library in ("nccl", "cudnn")]
-    wheels, *built = steps
+    wheels, *built, listed = steps
+    # What dry runs read as cluster.target, once all is installed.
+    assert listed[-3:] == ["list", "--format=freeze", "--disable-pip-version-check"]
     assert wheels[:3] == ["CPATH=", "FORCE=", "APEX="]
     assert wheels[-4:] == ["--only-binary", ":all:", "-r", "requirements/cuda.txt"]
     given = [(step[0], step[1], step[2], step[-1]) for step in built]
@@ -119,7 +121,7 @@ def test_what_is_installed_is_pinned_and_compiled_against_the_wheels(
     apex = (on_path, "FORCE=", "APEX=11", "requirements/apex.txt")
     assert given == [extension, apex][: 1 + with_apex]
     assert all("--no-build-isolation" in step for step in built)
-    assert all({"install", "--no-deps"} <= set(step) for step in steps)
+    assert all({"install", "--no-deps"} <= set(step) for step in (wheels, *built))
 
 
 def test_a_missing_toolkit_and_wheels_without_headers_are_named(machine: dict[str, str], tmp_path: Path) -> None:

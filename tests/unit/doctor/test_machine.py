@@ -116,7 +116,10 @@ def test_every_part_of_the_machine_is_looked_at() -> None:
     subjects = [finding.subject for finding in check_machine(CpuPlatform())]
     files = ["/dev/shm", "stale files", "temporary files", "open files"]
     assert subjects == ["devices", "collectives", "memory", "cores", *files]
-    assert [finding.subject for finding in check_machine(CudaPlatform())] == [*subjects, "kernels", "C compiler"]
+    assert [finding.subject for finding in check_machine(CudaPlatform())] == [
+        *subjects,
+        *("kernels", "C compiler", "interfaces", "fabric", "locked memory", "kernel caches"),
+    ]
 
 
 def test_the_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

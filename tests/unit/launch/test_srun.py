@@ -16,8 +16,9 @@ import pytest
 
 from megarl.config.schema import ClusterConfig
 from megarl.errors import ConfigError
+from megarl.host import temp_dir
 from megarl.host.ray_environment import health_checks
-from megarl.launch import host, job
+from megarl.launch import allocation, host, job
 from megarl.launch.allocation import Allocation, HostGroup
 from megarl.launch.command import JobCommand
 
@@ -45,6 +46,55 @@ def test_they_come_last_of_the_options_of_every_component(monkeypatch: pytest.Mo
 
 def test_hosts_get_the_time_after_which_they_count_as_lost() -> None:
     assert "--node-timeout-s=30.0" in srun_line(HostGroup(hosts=("a", "b"), cpus_per_host=8))
+
+
+def test_tasks_join_no_mpi_of_the_site() -> None:
+    """Where MpiDefault is pmix, a step without MPI would wait for others to join."""
+    line = srun_line(HostGroup(hosts=("a", "b"), cpus_per_host=8), HostGroup(hosts=("c",), cpus_per_host=8))
+    assert line.count("--mpi=none") == 2
+
+
+def test_a_host_of_two_interfaces_takes_the_one_on_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes a name for the beginning of names, unless it begins with =; Gloo does not."""
+
+    def at(address: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(address=address)]
+
+    interfaces = {"lo": at("127.0.0.1"), "eth10": at("192.168.0.4"), "eth1": at("10.1.0.4")}
+    monkeypatch.setattr(allocation.psutil, "net_if_addrs", lambda: interfaces)
+    chosen = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert host.interface_variables("10.1.0.4") == chosen
+    assert host.interface_variables("127.0.0.1") == {}
+
+
+def test_kernels_are_kept_on_each_host_in_a_directory_of_this_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temp_dir, "temp_root", lambda: tmp_path)
+    place = tmp_path / f"megarl-cache-{os.getuid()}"
+    expected = {
+        "TRITON_CACHE_DIR": f"{place}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{place}/inductor",
+        "VLLM_CACHE_ROOT": f"{place}/vllm",
+    }
+    assert temp_dir.local_caches() == temp_dir.local_caches() == expected
+    # Whoever may write there could have kernels run.
+    place.chmod(0o777)
+    assert temp_dir.local_caches() == {}
+    place.rmdir()
+    place.symlink_to(tmp_path)
+    assert temp_dir.local_caches() == {}
+
+
+def test_env_sh_leaves_the_interface_to_each_host_and_locks_as_much_memory_as_it_may(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/megarl").touch(mode=0o755)
+    told = 'set -euo pipefail; . slurm/env.sh; echo "${NCCL_SOCKET_IFNAME-none} $(ulimit -S -l) $(ulimit -H -l)"'
+    environment = environment_of(tmp_path, MEGARL_VENV=str(tmp_path), SLURM_JOB_NUM_NODES="2")
+    environment.pop("NCCL_SOCKET_IFNAME", None)
+    command = ["bash", "-c", f"ulimit -S -l 8; {told}"]
+    name, soft, hard = subprocess.check_output(command, cwd=ROOT, env=environment, text=True).split()
+    assert (name, soft) == ("none", hard)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +272,8 @@ def test_slurms_commands_are_mounted_on_the_path_and_what_they_read_where_it_is(
         *(f"{slurm}/bin/{name}:/usr/local/bin/{name}" for name in ("srun", "scontrol", "scancel")),
         *(f"{slurm}/{name}" for name in ("etc", "lib/slurm", "lib/more", "share/pyxis.conf", "lib/spank")),
     ]
-    # /tmp has the sockets by which the driver, in one container, reaches Ray, in another.
-    expected = {"/shared", "/data:/data:ro", "/tmp", "/run/munge", "/etc/passwd", "/etc/group", *of_slurm}
+    # /tmp has the sockets by which the driver, in one container, reaches Ray, in another; /dev/shm Ray's objects.
+    expected = {"/shared", "/data:/data:ro", "/tmp", "/dev/shm", "/run/munge", "/etc/passwd", "/etc/group", *of_slurm}
     found = mounts.removeprefix("--container-mounts=").split(",")
     assert sorted(found) == sorted(expected)
 

@@ -114,6 +114,16 @@ def test_nodes_without_gpus_ask_for_none() -> None:
     assert "gpus-per-node" not in job_script(one)
 
 
+@pytest.mark.parametrize("option", ["--gres=gpu:8", "--gres=gpu:h100:8", "--gres=gpu:nvidia_h100_80gb:8(S:0-1),nvme:1"])
+def test_sites_that_know_gpus_by_gres_alone_get_no_other_option(option: str) -> None:
+    script = job_script(_with_nodes(REQUEST, sbatch_options=(option,)))
+    assert f"#SBATCH {option}\n" in script
+    assert "gpus-per-node" not in script
+    with pytest.raises(ConfigError, match=r"^--sbatch: got 8 GPUs per node by --gres, but --gpus-per-node=4 or"):
+        job_script(_with_nodes(REQUEST, sbatch_options=(option,), gpus_per_node=4))
+    assert "gpus-per-node=8" in job_script(_with_nodes(REQUEST, sbatch_options=("--gres=nvme:4",)))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

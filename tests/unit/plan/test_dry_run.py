@@ -21,7 +21,7 @@ from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import PLATFORMS, assuming
-from megarl.plan import build, derive, sizes
+from megarl.plan import build, sizes
 from megarl.plan.build import plan_run
 from megarl.plan.derive import usable_bytes
 from megarl.plan.render import ranges, to_json, to_text
@@ -264,7 +264,7 @@ def test_messages_are_staged_on_devices_where_these_send_them(tmp_path: Path, mo
 def test_what_is_derived_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(tmp_path)
     assert "derived    sync.host_group=gloo: this machine is cpu; on CUDA it is device\n" in to_text(plan_run(config))
-    for module in (build, derive, sizes):
+    for module in (build, sizes):
         monkeypatch.setattr(module, "platform", PLATFORMS["cuda"])
     plan = plan_run(config)
     assert "derived    sync.host_group=device: between hosts, NCCL uses" in to_text(plan)

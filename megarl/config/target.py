@@ -1,0 +1,116 @@
+"""Say what a run computes with where it is checked for: packages and devices, of this machine or of another.
+
+A login node so answers for the nodes of its cluster, which a file of packages describes.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from megarl.errors import ConfigError
+from megarl.host.device.accelerators import Device
+from megarl.host.device.platform import assuming, platform
+from megarl.host.reading import reading
+
+# It names such a file; it may be set in the settings of a cluster.
+TARGET_VARIABLE, CLUSTER_SETTINGS = "MEGARL_TARGET", Path("slurm/env.sh")
+_REMEDY = "write it with `pip list --format=freeze` where the run's packages are"
+# What containers/install.sh installs.
+_PINS = [Path(__file__).parents[2] / "requirements" / name for name in ("cuda.txt", "cuda-source.txt")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A machine for which settings are checked: cpu or cuda, and versions by distribution; None: those installed."""
+
+    platform: str
+    packages: Mapping[str, str] | None = None
+
+
+_packages: Mapping[str, str] | None = None
+
+
+@contextlib.contextmanager
+def checked_for(target: Target | None) -> Iterator[None]:
+    """Let settings be checked and derived as on that machine, if any; nothing may be computed in this context."""
+    global _packages
+    before, _packages = _packages, _packages if target is None else target.packages
+    try:
+        with contextlib.nullcontext() if target is None else assuming(target.platform):
+            yield
+    finally:
+        _packages = before
+
+
+def package_version(distribution: str) -> str | None:
+    """Return the version of a distribution where the run computes; None: it is not there."""
+    if _packages is not None:
+        return _packages.get(distribution)
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def has_package(module: str) -> bool:
+    """Return whether a package, named as Python imports it, is there where the run computes."""
+    if _packages is not None:
+        return module.replace("_", "-") in _packages
+    return find_spec(module) is not None
+
+
+def known_devices() -> list[Device]:
+    """List the accelerators where the run computes; none of another machine are known."""
+    return [] if _packages is not None else platform().devices()
+
+
+def read_packages(file: Path) -> dict[str, str]:
+    """Read versions by distribution, from lines such as `torch==2.13.0`. Raises ConfigError for any other line."""
+    expected = "a package and its version in each line, such as torch==2.13.0"
+    found = {}
+    with reading(file, expected, remedy=_REMEDY, error=ConfigError):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            if text := re.split(r"(?:^|\s)#|;|\\| --", line)[0].strip():
+                name, equals, version = text.partition("==")
+                if not equals:
+                    raise ConfigError(f"{file}, line {number}: got {text!r:.80}, expected {expected}; {_REMEDY}")
+                found[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return found
+
+
+def pinned_packages() -> dict[str, str]:
+    """Return what containers/install.sh installs for CUDA, as the files of requirements/ say."""
+    return {name: version for file in _PINS for name, version in read_packages(file).items()}
+
+
+def named_target(setting: str | None, *, gpus: bool | None = None) -> Target | None:
+    """Return the machine that `cluster.target` names, else MEGARL_TARGET here or in slurm/env.sh; None: nothing does.
+
+    gpus: whether the run gets GPUs; None: as the build of torch says. Raises ConfigError for a file that is none.
+    """
+    file = setting or os.environ.get(TARGET_VARIABLE) or _set_by_cluster()
+    if file is None:
+        return None if gpus is None else Target(platform="cuda" if gpus else "cpu")
+    packages = read_packages(Path(file))
+    if "torch" not in packages:
+        raise ConfigError(f"{file}: names no torch, with which a run computes; {_REMEDY}")
+    if gpus is None:
+        gpus = not packages["torch"].endswith("+cpu")
+    return Target(platform="cuda" if gpus else "cpu", packages=packages)
+
+
+def _set_by_cluster() -> str | None:
+    """Return the file that slurm/env.sh names, if it is there; of its lines, those that set these variables are run."""
+    if not CLUSTER_SETTINGS.is_file():
+        return None
+    text = CLUSTER_SETTINGS.read_text(encoding="utf-8", errors="replace")
+    lines = re.findall(rf"^(?:export )?(?:MEGARL_VENV|{TARGET_VARIABLE})=.*$", text, re.MULTILINE)
+    script = "\n".join([*lines, f'printf %s "${TARGET_VARIABLE}"'])
+    said = subprocess.run(["/bin/bash", "-c", script], capture_output=True, encoding="utf-8", errors="replace")
+    return said.stdout if said.stdout and Path(said.stdout).is_file() else None
