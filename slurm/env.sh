@@ -7,8 +7,10 @@
 #   module purge; module load cuda/13.0 nccl
 # In a container made from containers/, MEGARL_VENV is set to the environment inside.
 MEGARL_VENV="${MEGARL_VENV:-$PWD/.venv}"
-# Its packages, as containers/install.sh writes them: dry runs, plans and `megarl slurm submit` check settings for them.
-export MEGARL_TARGET="${MEGARL_TARGET:-$MEGARL_VENV/packages.txt}"
+# Its packages, as containers/install.sh writes them: dry runs, plans and `megarl slurm submit` read this line, and check
+# settings for them.
+# shellcheck disable=SC2034
+MEGARL_TARGET="${MEGARL_TARGET:-$MEGARL_VENV/packages.txt}"
 if [[ ! -x "$MEGARL_VENV/bin/megarl" ]]; then
     echo "env.sh: no $MEGARL_VENV/bin/megarl; make it as docs/slurm.md says, or set MEGARL_VENV" >&2
     exit 2

@@ -36,6 +36,7 @@ class Feature:
     beside: tuple[str, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     slower: Mapping[str, str] = field(default_factory=dict)
+    words: str | None = None
 
     def refusal(self, target: Target) -> str | None:
         """Return why the checks of `megarl train` refuse the feature on a target; None if they do not."""

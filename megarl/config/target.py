@@ -21,7 +21,7 @@ from megarl.host.reading import reading
 # It names such a file; it may be set in the settings of a cluster.
 TARGET_VARIABLE, CLUSTER_SETTINGS = "MEGARL_TARGET", Path("slurm/env.sh")
 _REMEDY = "write it with `pip list --format=freeze` where the run's packages are"
-# What containers/install.sh installs.
+# containers/install.sh installs these.
 _PINS = [Path(__file__).parents[2] / "requirements" / name for name in ("cuda.txt", "cuda-source.txt")]
 
 
