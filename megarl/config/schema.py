@@ -228,7 +228,8 @@ class ClusterConfig:
     # Names of hosts that must have joined the cluster before the run starts; []: do not wait for any.
     hosts: tuple[str, ...] = setting((), _HOST)
     # The packages on the nodes, for which dry runs, `megarl plan` and `megarl slurm submit` check settings: a file that
-    # containers/install.sh writes. null: the one that MEGARL_TARGET names, also in slurm/env.sh, else this machine's.
+    # containers/install.sh writes. null: the one that MEGARL_TARGET names, also in slurm/env.sh, else this machine's,
+    # or for GPUs that it lacks those of requirements/cuda.txt.
     target: str | None = None
     # Logical CPUs, which only affect placement; null: the number of CPUs of the host.
     num_cpus: int | None = setting(None, AT_LEAST_1)

@@ -92,11 +92,16 @@ def pinned_packages() -> dict[str, str]:
 def named_target(setting: str | None, *, gpus: bool | None = None) -> Target | None:
     """Return the machine that `cluster.target` names, else MEGARL_TARGET here or in slurm/env.sh; None: nothing does.
 
-    gpus: whether the run gets GPUs; None: as the build of torch says. Raises ConfigError for a file that is none.
+    gpus: whether the run gets GPUs; None: as the build of torch says. Without a file, a machine that has none takes for
+    granted that others have what containers/install.sh installs. Raises ConfigError for a file that is none.
     """
     file = setting or os.environ.get(TARGET_VARIABLE) or _set_by_cluster()
     if file is None:
-        return None if gpus is None else Target(platform="cuda" if gpus else "cpu")
+        if gpus is None:
+            return None
+        # A machine without GPUs says nothing about packages on nodes that have some.
+        is_elsewhere = gpus and platform().name != "cuda" and all(map(Path.is_file, _PINS))
+        return Target(platform="cuda" if gpus else "cpu", packages=pinned_packages() if is_elsewhere else None)
     packages = read_packages(Path(file))
     if "torch" not in packages:
         raise ConfigError(f"{file}: names no torch, with which a run computes; {_REMEDY}")

@@ -14,7 +14,7 @@ from megarl.config import target
 from megarl.config.models import transformer_engine_version
 from megarl.config.target import Target, checked_for, has_package, named_target, package_version, read_packages
 from megarl.errors import ConfigError
-from megarl.host.device.platform import platform
+from megarl.host.device.platform import PLATFORMS, platform
 
 ROOT = Path(__file__).parents[3]
 ON_NODES = {"torch": "2.13.0", "megatron-core": "0.19.2", "transformer-engine": "2.20.2", "triton": "3.7.1"}
@@ -89,6 +89,13 @@ def test_files_that_are_named_must_be_there_and_have_torch(tmp_path: Path) -> No
 def test_who_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting, then the environment, then slurm/env.sh, of which nothing else is run."""
     assert (named_target(None), named_target(None, gpus=False)) == (None, Target(platform="cpu"))
+    # Here are no GPUs, so that others are taken to have what containers/install.sh installs.
+    elsewhere = named_target(None, gpus=True)
+    assert elsewhere is not None
+    assert {"torch", "transformer-engine", "transformer-engine-torch"} <= set(elsewhere.packages or ())
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "platform", PLATFORMS["cuda"])
+        assert named_target(None, gpus=True) == Target(platform="cuda")
     (tmp_path / "slurm").mkdir()
     text = (ROOT / "slurm/env.sh").read_text(encoding="utf-8")
     (tmp_path / "slurm/env.sh").write_text(f"touch mark; exit 1\n{text}")

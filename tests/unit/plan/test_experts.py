@@ -110,7 +110,7 @@ def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, caps
     assert first["resident"]["optimizer"] == 12 * num_experts // 16 + 12 * others // 2
     main(DRY_RUN.split())
     text = capsys.readouterr().out
-    assert "derived    actor.moe.fuse_permute=False: there is no Transformer Engine\n" in text
+    assert "derived    actor.moe.fuse_permute=True: Transformer Engine has the kernel\n" in text
     assert "30,532,122,624 parameters (28,991,029,248 in experts), trained" in text
     assert "dp 2 × pp 2, sequence parallel, experts over ep 8 × etp 1\n" in text
     assert "parameters per rank (1,811,939,328 in 16 experts per layer)\n" in text
