@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 # Files whose tests share live processes, by folder: those of a folder start once, in one worker.
 LIVE = {
     "tests/e2e": ("algorithms", "public_data", "rounded_engines", "sync", "train", "truncated_sampling"),
-    "tests/unit/cluster": ("calls", "deaths", "episodes"),
+    "tests/unit/cluster": ("calls", "deaths", "episodes", "role_workers", "strangers"),
 }
 FOLDERS = {f"{folder}/test_{name}.py": folder for folder, names in LIVE.items() for name in names}
 # These import vLLM, which takes a process as long as a hundred other tests.
