@@ -41,7 +41,7 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         derived = derive_run(config, inputs.roles, inputs.algorithm.requires())
         files = RunInputs.of(config, "train")
         checkpoint = find_checkpoint(config, "train", resume, files) if resume else None
-        with _recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
+        with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
             for warning in inputs.warnings:
                 print_lines(f"warning: {warning}")
             with _heartbeat(recorder, lock, "train"), starting(logs := recorder.paths.logs):
@@ -72,7 +72,7 @@ def train_supervised(
         derived = left_open(config, [object_store(config, command)])
         files = RunInputs.of(config, command)
         checkpoint = find_checkpoint(config, command, resume, files) if resume else None
-        with _recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
+        with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
                 print_lines(line)
             with _heartbeat(recorder, lock, command), starting(logs := recorder.paths.logs):
@@ -103,7 +103,7 @@ def _heartbeat(recorder: RunRecorder, lock: DirectoryLock, command: str) -> Hear
 
 
 @contextlib.contextmanager
-def _recorded(
+def recorded(
     config: Config, lock: DirectoryLock, checkpoint: Checkpoint | None, files: RunInputs, *, overwrite: bool
 ) -> Iterator[RunRecorder]:
     """Open the run's recorder; within this context, what is written is shared as `run.share` says."""

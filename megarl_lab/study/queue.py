@@ -8,8 +8,8 @@
       - {algo: ppo, seed: 0, overrides: [trainer.num_epochs=2]}
 
 A run is called ALGO-seedN. Everything is checked before the cluster starts. A finished run is skipped, an unfinished
-one is started anew. After a failure the others go on with new processes: what a failure left of the old ones is
-unknown.
+one goes on after its last checkpoint, or from its beginning if it has none. After a failure the others go on with new
+processes: what a failure left of the old ones is unknown.
 """
 
 import time
@@ -33,14 +33,16 @@ from megarl.host.sharing import shared_with
 from megarl.host.signals import last_stop_signal
 from megarl.host.streams import print_lines
 from megarl.plan.build import derive_run
+from megarl.record.checkpoints import complete_steps
+from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.plugins import require_same_plugins
-from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.report.run import load_runs
 from megarl.report.summary import SAMPLED, validation_curve
 from megarl.rollout.engine_spec import engine_spec
-from megarl.run.resume import changed_settings, with_models_of_run
+from megarl.run.resume import changed_settings, find_checkpoint, with_models_of_run
+from megarl.run.start import recorded
 from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec
@@ -149,9 +151,10 @@ def run_config(study: Study, run: QueuedRun) -> Config:
 
 
 def is_finished(config: Config) -> bool:
-    """Return whether a run has its export and its last step's metrics; ConfigError if it had other settings."""
+    """Return whether a run has its export and its last step's metrics; ConfigError if it began with other settings."""
     paths = RunPaths.of(config.run)
-    if exported(paths) is None or not paths.metrics.is_file():
+    is_exported = exported(paths) is not None
+    if not paths.metrics.is_file() or not (is_exported or complete_steps(paths.checkpoints)):
         return False
     require_same_plugins(paths, config.algo.plugins)
     use_plugins_of(config)
@@ -160,10 +163,11 @@ def is_finished(config: Config) -> bool:
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
     if changes := changed_settings(saved, config):
         raise ConfigError(
-            f"{paths.root}: was finished with other settings: {'; '.join(changes)}; restore them, remove the run, or "
+            f"{paths.root}: began with other settings: {'; '.join(changes)}; restore them, remove the run, or "
             f"choose another dir"
         )
-    return max((record.step for record in read_metrics(paths.metrics)), default=0) == config.trainer.total_steps
+    last = max((record.step for record in read_metrics(paths.metrics)), default=0)
+    return is_exported and last == config.trainer.total_steps
 
 
 def plan_study(study: Study) -> StudyPlan:
@@ -246,7 +250,7 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
             try:
                 result = _train(run, cluster)
             except RunStopped as stopped:
-                raise RunStopped(f"{study.dir}: {run.name} was stopped; the same command starts it anew") from stopped
+                raise RunStopped(f"{study.dir}: {run.name} was stopped; the same command goes on") from stopped
             # Whatever it is, the other runs may be sound.
             except Exception as error:
                 cluster.close(failed=True)
@@ -262,18 +266,19 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
 
 
 def _train(run: PlannedRun, cluster: "Cluster") -> str:
-    """Train one run from fresh weights to its report, and return its result in words."""
+    """Train one run from its last checkpoint, or from its beginning, to its report; return its result in words."""
     from megarl.train.wiring import build_trainer
 
     inputs = open_train_inputs(run.config)
     for warning in inputs.warnings:
         print_lines(f"{run.name}: warning: {warning}")
-    with (
-        DirectoryLock(RunPaths.of(run.config.run).root, "study") as lock,
-        shared_with(run.config.run.share, lock.directory),
-    ):
-        recorder = RunRecorder(run.config, lock=lock, overwrite=True)
-        build_trainer(inputs, cluster, recorder).fit()
+    paths = RunPaths.of(run.config.run)
+    with DirectoryLock(paths.root, "study") as lock:
+        files = RunInputs.of(run.config, "train")
+        begun = bool(complete_steps(paths.checkpoints))
+        checkpoint = find_checkpoint(run.config, "train", files=files) if begun else None
+        with recorded(run.config, lock, checkpoint, files, overwrite=True) as recorder:
+            build_trainer(inputs, cluster, recorder).fit(checkpoint)
         write_report(recorder.paths.root)
         (trained,) = load_runs([recorder.paths.root])
     # `validation 0.441 ± 0.031 → 0.965 ± 0.012`, or the reward of the last step of a run without validation.

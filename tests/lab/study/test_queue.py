@@ -4,7 +4,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -13,8 +13,11 @@ from megarl.cli import main
 from megarl.config import Config, load_config
 from megarl.config.derived import Derived
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError, RunStopped
+from megarl.record.checkpoints import Checkpoint, RunState, checkpoint_dir, mark_complete
+from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.train.inputs import TrainInputs
+from megarl.types import AlgoState
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl_lab.study.queue import (
@@ -109,10 +112,13 @@ class Machine:
 class FakeTrainer:
     """Leaves the metrics of the first and the last step, and an export, as the real one does."""
 
+    begun: ClassVar[list[int | None]] = []
+
     def __init__(self, inputs: TrainInputs, recorder: RunRecorder, error: Exception | None) -> None:
         self.total, self.recorder, self.error = inputs.config.trainer.total_steps, recorder, error
 
-    def fit(self) -> None:
+    def fit(self, checkpoint: Checkpoint | None) -> None:
+        self.begun.append(checkpoint and checkpoint.state.step)
         with self.recorder.metrics() as log:
             score = {"val/test_score/megarl/sums": 0.25, "val/num_prompts/megarl/sums": 100.0}
             log.log(0, score)
@@ -222,7 +228,7 @@ def test_all_runs_share_one_cluster(
     assert machine.reports == machine.clusters[0]
 
 
-def test_finished_runs_are_skipped_and_unfinished_ones_start_anew(
+def test_finished_runs_are_skipped_and_those_without_a_checkpoint_start_anew(
     study_of: Callable[..., Study], machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = study_of({"algo": "grpo"}, {"algo": "gspo"})
@@ -239,6 +245,33 @@ def test_finished_runs_are_skipped_and_unfinished_ones_start_anew(
     assert len(machine.clusters) == 2
 
 
+def test_an_unfinished_run_goes_on_after_its_last_checkpoint(study_of: Callable[..., Study], machine: Machine) -> None:
+    study = study_of({"algo": "grpo"})
+    config = run_config(study, study.runs[0])
+    path = checkpoint_dir(RunPaths.of(config.run).checkpoints, 7)
+    path.mkdir(parents=True)
+    state = RunState(
+        command="train",
+        step=7,
+        num_optimizer_steps=7,
+        sampler={},
+        algo=AlgoState(),
+        source={},
+        score=None,
+        config=config,
+        portable=True,
+    )
+    (path / "state.json").write_text(state.to_json())
+    mark_complete(path)
+    FakeTrainer.begun.clear()
+    assert run_study(study) == []
+    assert FakeTrainer.begun == [7]
+    assert is_finished(config)
+    shutil.rmtree(RunPaths.of(config.run).root / "export")
+    with pytest.raises(ConfigError, match=r"began with other settings: actor\.optimizer\.lr"):
+        plan_study(study_of({"algo": "grpo", "overrides": ["actor.optimizer.lr=1e-3"]}))
+
+
 def test_a_run_whose_last_step_is_missing_is_not_finished(study_of: Callable[..., Study], machine: Machine) -> None:
     study = study_of({"algo": "grpo"})
     run_study(study)
@@ -251,7 +284,7 @@ def test_a_run_finished_with_other_settings_is_an_error(study_of: Callable[..., 
     study = study_of({"algo": "grpo"})
     run_study(study)
     changed = study_of({"algo": "grpo", "overrides": ["trainer.total_steps=41"]})
-    with pytest.raises(ConfigError, match=r"was finished with other settings: trainer\.total_steps: 40 → 41; restore"):
+    with pytest.raises(ConfigError, match=r"began with other settings: trainer\.total_steps: 40 → 41; restore"):
         plan_study(changed)
 
 
@@ -281,7 +314,7 @@ def test_the_others_go_on_after_a_failure_with_new_processes(
 def test_a_stop_ends_the_study(study_of: Callable[..., Study], machine: Machine) -> None:
     machine.errors["grpo-seed0"] = RunStopped("stopped by SIGTERM after step 3")
     study = study_of({"algo": "grpo"}, {"algo": "gspo"})
-    with pytest.raises(RunStopped, match="study: grpo-seed0 was stopped; the same command starts it anew"):
+    with pytest.raises(RunStopped, match="study: grpo-seed0 was stopped; the same command goes on"):
         run_study(study)
     assert machine.clusters == [["grpo-seed0"]]
 
