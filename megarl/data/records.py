@@ -13,19 +13,14 @@ Where a list or an object is expected, a text that is JSON of one, or Python's n
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.messages import read_answer, read_messages, text_of
 from megarl.data.roles import require_question, require_words
 from megarl.data.written import read_structure, read_turns
 from megarl.errors import DataError
-from megarl.host.writing import replacing
 from megarl.types import Message
 
 TARGET_PROBS = "target_probs"
@@ -37,26 +32,6 @@ CHAT_COLUMNS = ("messages", "conversations")
 _SWITCHES = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_mask", "step_loss_mask", "masked")
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
-
-_TEXT = pa.string()
-_MESSAGES = pa.list_(pa.struct({"role": _TEXT, "content": _TEXT}))
-_EXTRA = {
-    "index": pa.int64(),
-    "split": _TEXT,
-    "gold_solution": _TEXT,
-    "difficulty_score": pa.float64(),
-    "subject": _TEXT,
-}
-SCHEMA = pa.schema(
-    {
-        "prompt": _MESSAGES,
-        "data_source": _TEXT,
-        "ability": _TEXT,
-        "reward_model": pa.struct({"style": _TEXT, "ground_truth": _TEXT}),
-        "extra_info": pa.struct(_EXTRA),
-        "target": _MESSAGES,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,12 +266,6 @@ def parse_target_probs(row: Mapping[str, object], where: str) -> tuple[float, ..
         if not isinstance(prob, int | float) or not (0 < prob <= 1 or prob == -1):
             raise DataError(f"{where}: target_probs[{i}] is {prob!r}, expected a number in (0, 1], or -1 if unknown")
     return tuple(map(float, value))
-
-
-def write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write rows as a Parquet file with the columns of `SCHEMA`; keys that a row leaves out become nulls."""
-    with replacing(path) as file:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)
 
 
 def _mapping(row: Mapping[str, object], name: str, where: str, *, required: bool) -> Mapping[str, object]:

@@ -29,8 +29,8 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 
-from megarl.data.records import write_parquet
 from megarl.record.text_table import align
+from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model

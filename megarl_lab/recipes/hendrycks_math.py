@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import RowFiles
-from megarl.data.records import write_parquet
 from megarl.errors import DataError
 from megarl.host.reading import read_object
+from megarl_lab.recipes.prompt_file import write_parquet
 
 # How the verifier knows the two splits, see docs/rewards/scorers.md.
 TRAIN_SOURCE, TEST_SOURCE = "hendrycks_math", "math500"

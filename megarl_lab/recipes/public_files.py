@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.files import RowFiles
-from megarl.data.records import write_parquet
 from megarl.errors import DataError
 from megarl.host.reading import reading
+from megarl_lab.recipes.prompt_file import write_parquet
 
 COUNTDOWN_SOURCE = "countdown"
 _COUNTDOWN_COLUMNS = ("target", "nums")

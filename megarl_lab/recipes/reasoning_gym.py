@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.optional import import_optional
-from megarl.data.records import write_parquet
 from megarl.errors import ConfigError
+from megarl_lab.recipes.prompt_file import write_parquet
 
 DATA_SOURCE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the answer alone in <answer> </answer> tags."

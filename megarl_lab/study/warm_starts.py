@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 
 from megarl.config import load_config
 from megarl.data.hints import hinted_messages
-from megarl.data.records import write_parquet
 from megarl.run.start import train_supervised
 from megarl.types import Message
+from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.quickstart import CONFIGS, NUM_SFT, NUM_TRAIN, NUM_VAL
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, generate

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
-from megarl.data.records import write_parquet
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl_lab.bench.kill_resume import MEASURED
+from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.support import SMALL
 

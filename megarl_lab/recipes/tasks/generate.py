@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.data.records import write_parquet
 from megarl.errors import ConfigError
 from megarl.types import Reward
+from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.tasks.base import BuiltinTask, LevelMix, Problem, check_levels, draw_problem
 
 # Arguments: data source, answer, ground truth and further information; `megarl.rewards.score` is one.

@@ -13,9 +13,9 @@ from megarl.data.records import (
     parse_demonstration,
     parse_prompt,
     prompt_columns,
-    write_parquet,
 )
 from megarl.errors import DataError
+from megarl_lab.recipes.prompt_file import write_parquet
 from tests.helpers.public_rows import PUBLIC_FORMS
 
 ROW: dict[str, Any] = {

@@ -18,7 +18,6 @@ from megarl.config.judges import JudgeConfig, JudgeServerConfig
 from megarl.config.load import with_overrides
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
-from megarl.data.records import write_parquet
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import PLATFORMS, assuming
 from megarl.plan import build, sizes
@@ -29,6 +28,7 @@ from megarl.plan.run_plan import RunPlan
 from megarl.record.performance import forward_flops
 from megarl.train.inputs import open_train_inputs
 from megarl.weights.families import read_model_spec
+from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.small_model import write_config
 
