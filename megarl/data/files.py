@@ -26,7 +26,9 @@ from megarl.host.unicode import find_surrogate
 
 # Columns that change what the model is to read, or how, and what to do with them.
 UNREAD_COLUMNS = {
-    **dict.fromkeys(("tools", "functions"), "write the tools into a system turn instead"),
+    **dict.fromkeys(
+        ("tools", "functions", "tool_list", "available_tools"), "write the tools into a system turn instead"
+    ),
     **dict.fromkeys(
         ("image", "images", "image_path", "image_url", "multi_modal_data", "video", "videos", "audio", "audios"),
         "models are trained on texts alone; leave the row out",
@@ -36,8 +38,8 @@ UNREAD_COLUMNS = {
     "system_prompt": "rename the column to system",
     "agent_name": "set environment.default to one that has its tools, and remove the column",
 }
-# Values of such columns that say no more than their absence: verl's agent of one reply.
-_PLAIN = {"agent_name": "single_turn_agent"}
+# Values of such columns, or keys of turns, that say no more than their absence.
+PLAIN = {"agent_name": "single_turn_agent", "channel": "final", "recipient": "all"}
 # Columns without which those of the first name are no whole prompts, in Alpaca's form, Dolly's, SQuAD's and MMLU's.
 _COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
@@ -52,7 +54,7 @@ _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
 
 def _require_empty(value: object, name: str, where: str) -> None:
     """Raise DataError, which names the row (`where`), for a value of a column that changes what models read."""
-    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}, _PLAIN.get(name)):
+    if read_structure(value, f"{where}: {name}") not in (None, "", [], {}, PLAIN.get(name)):
         remedy = UNREAD_COLUMNS.get(name, "write it into the prompt, or remove the column")
         raise DataError(f"{where}: {name} is not read here; {remedy}")
 

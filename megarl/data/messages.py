@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from megarl.data.files import UNREAD_COLUMNS
+from megarl.data.files import PLAIN, UNREAD_COLUMNS
 from megarl.data.written import read_turns, require_text
 from megarl.errors import DataError
 from megarl.types import Message
@@ -13,11 +13,17 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
 }
 # Other programs' names of speakers, by which turns are not read, as answers could not be told from other turns.
 _MEANT = SHAREGPT_ROLES | {"prompter": "user", **dict.fromkeys(("ai", "bot", "chatgpt", "model"), "assistant")}
-# A turn may hold these besides its text. They would be lost: chats are rendered from roles and texts.
-_UNREAD = "tool_calls function_call refusal reasoning_content reasoning reasoning_details thinking thought thoughts"
-UNREAD_TURN_KEYS: Mapping[str, str] = UNREAD_COLUMNS | dict.fromkeys(
-    _UNREAD.split(), "write it into the turn's text, in the form in which the model is to write it"
-)
+# A turn may hold these besides its text. They would be lost: chats are rendered from roles, texts and `_SHOWN`.
+_UNREAD = "tool_calls function_call channel recipient refusal reasoning_content reasoning reasoning_details thinking"
+_SHOWN = ("name", "tool_call_id")
+UNREAD_TURN_KEYS: Mapping[str, str] = {
+    **UNREAD_COLUMNS,
+    **dict.fromkeys(
+        (*_UNREAD.split(), "thought", "thoughts"),
+        "write it into the turn's text, in the form in which the model is to write it",
+    ),
+    "prefix": "set data.prefill=true, by which the last turn of a prompt is continued, and remove the key",
+}
 
 
 def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
@@ -39,10 +45,15 @@ def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role
         place = f"{where}: {name}[{i}]"
         if not isinstance(item, Mapping):
             raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
-        if unread := [key for key in item.keys() & UNREAD_TURN_KEYS.keys() if item[key]]:
+        if unread := [
+            key for key in item.keys() & UNREAD_TURN_KEYS.keys() if item[key] and item[key] != PLAIN.get(key)
+        ]:
             raise DataError(f"{place}: {min(unread)} is not read here; {UNREAD_TURN_KEYS[min(unread)]}")
         item = _as_openai_turn(item, place)
-        message = Message(role=text_of(item, "role", place), content=text_of(item, "content", place))
+        given = {key: text_of(item, key, place) for key in _SHOWN if item.get(key)}
+        message = Message(role=text_of(item, "role", place), content=text_of(item, "content", place), **given)
+        if message.name and message.role == "assistant":
+            raise DataError(f"{place}: the policy writes no name before an answer; remove name, or rename the role")
         role = message.role.strip().lower()
         if not role or _MEANT.get(role, message.role) != message.role:
             raise _role_error(message.role, f"{place}: role")

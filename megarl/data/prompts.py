@@ -170,6 +170,10 @@ class PromptDataset:
         where = self._files.where(index)
         record, environment = parse_prompt(row, where, self._settings), self._environment_of(row, where)
         if not environment:
+            if record.extra_info.get("need_tools_kwargs"):
+                raise DataError(
+                    f"{where}: extra_info: need_tools_kwargs asks for tools; set environment.default to theirs"
+                )
             require_words(record.messages, where)
         return index, where, row, record, environment
 
@@ -182,6 +186,10 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def where(self, index: int) -> str:
+        """Return the file and the row of a prompt, for messages."""
+        return self._files.where(self._kept[index])
 
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]

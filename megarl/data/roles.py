@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _ROLES = ("system", "user", "assistant", "tool")
 _BLANK = " "  # Precedes the role of a turn without text.
+_NAMED = ":"  # Follows the role of a turn whose speaker has a name.
 
 
 def require_question(messages: Sequence[Message], name: str, where: str) -> None:
@@ -56,6 +57,9 @@ class RoleCheck:
             return
         # Blank texts cannot be lost. A template may treat thoughts apart, and adds them to answers alone.
         kinds = tuple([m.role if m.content and not m.content.isspace() else _BLANK + m.role for m in spoken])
+        # Names of tools, and numbers of calls, are the template's affair: results follow their calls.
+        if named := [i for i, turn in enumerate(spoken) if turn.name and turn.role != "tool"]:
+            kinds = tuple(kind + _NAMED if i in named else kind for i, kind in enumerate(kinds))
         ending = (whole, marks_in(spoken[-1].content) if whole else ())
         if (kinds, ending) in self._known:
             return
@@ -65,7 +69,11 @@ class RoleCheck:
             return
         # No template changes these texts; a blank one stays blank.
         probes = [
-            replace(turn, content=f"Zq{i} turn" if turn.content.strip() else turn.content)
+            replace(
+                turn,
+                content=f"Zq{i} turn" if turn.content.strip() else turn.content,
+                name=f"Zq{i}speaker" if i in named else turn.name,
+            )
             for i, turn in enumerate(spoken)
         ]
         opened = spoken[-1].role != "assistant"
@@ -78,6 +86,11 @@ class RoleCheck:
         except TemplateRefusal:  # Its message about the chat itself names the row.
             return
         for i, message in enumerate(probes):
+            if i in named and message.name.lower() not in texts[0].lower():
+                raise DataError(
+                    f"{where}: turn {i}: the chat template leaves out name, {spoken[i].name!r:.60}, so that the model "
+                    "would never know who speaks; write it into the turn's text, or remove it"
+                )
             # Some templates write everything in small or capital letters.
             if message.content.lower() not in texts[0].lower():
                 written = [role for role in _ROLES if role != message.role and self._writes(probes, i, role)]

@@ -4,6 +4,7 @@ Tokenizers take such a text for the token, whoever has written it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,14 @@ from megarl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What is said of rows, by the kind of their mark. Other programs put what is no text in the place of those of media.
+_SAID = {
+    "special": "spell special tokens, which the model reads as such, and not as text, the first {}; if they are only "
+    "mentioned there, write them otherwise, such as with a space in them",
+    "media": "have marks that stand for pictures, films or sounds elsewhere, the first {}; models are trained on texts "
+    "alone: leave such rows out, unless they speak of the mark itself",
+}
 
 
 def special_tokens_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.Pattern[str]:
@@ -26,13 +35,14 @@ def special_tokens_of(tokenizer: "PreTrainedTokenizerBase", written: str) -> re.
 
 
 class SpelledSpecialTokens:
-    """The rows of a data set whose texts spell marks. Data may mean that, so it is said, and not changed."""
+    """The rows of a data set whose texts spell marks, by kind. Data may mean that, so it is said, and not changed."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         form = answer_form(tokenizer)
-        self._special_tokens = special_tokens_of(tokenizer, form.before + form.tail + form.rest + form.next_tail)
+        special = special_tokens_of(tokenizer, form.before + form.tail + form.rest + form.next_tail).pattern
+        self._marks = re.compile(rf"(?P<special>{special})|(?P<media><\|?(?:image|video|audio)\|?>)")
         self._roles = RoleCheck(tokenizer)
-        self.num_rows, self._first = 0, ""
+        self.num_rows, self._first = Counter[str](), dict[str, str]()
 
     def look(
         self, messages: Sequence[Message], where: str, *, rejected: Sequence[Message] = (), whole: bool = False
@@ -46,17 +56,13 @@ class SpelledSpecialTokens:
         for chat in (messages, rejected) if rejected else (messages,):
             self._roles.require(chat, where, whole=whole)
         for number, message in enumerate((*messages, *rejected[-1:])):
-            for found in self._special_tokens.finditer(message.content):
+            for found in self._marks.finditer(message.content):
                 if message.role != "assistant" or found.end() < len(message.content):
-                    self.num_rows += 1
-                    self._first = self._first or f"{where}: turn {number} of the role {message.role} has {found[0]!r}"
+                    kind = str(found.lastgroup)
+                    self.num_rows[kind] += 1
+                    self._first.setdefault(kind, f"{where}: turn {number} of the role {message.role} has {found[0]!r}")
                     return
 
     def warnings(self, key: str) -> list[str]:
         """Return what to say of these rows, if there are any; `key`: the setting of the files."""
-        if not self.num_rows:
-            return []
-        return [
-            f"{key}: {self.num_rows} rows spell special tokens, which the model reads as such, and not as text, the "
-            f"first {self._first}; if they are only mentioned there, write them otherwise, such as with a space in them"
-        ]
+        return [f"{key}: {num} rows {_SAID[kind].format(self._first[kind])}" for kind, num in self.num_rows.items()]

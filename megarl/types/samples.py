@@ -24,7 +24,7 @@ from megarl.types.arrays import (
     token_versions,
 )
 from megarl.types.forks import Fork, path_before
-from megarl.types.turns import Tries
+from megarl.types.turns import Message, Tries
 
 
 class FinishReason(StrEnum):
@@ -46,17 +46,6 @@ class SegmentSource(StrEnum):
     POLICY = "policy"
     ENVIRONMENT = "environment"
     DEMONSTRATION = "demonstration"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of a chat: who speaks, and the text."""
-
-    role: str
-    content: str
-
-    def as_dict(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,38 @@
-"""Describe which turns of a conversation follow which, where they do not follow each other one by one.
+"""Describe the turns of a conversation, and which follow which, where they do not follow each other one by one.
 
 Tokens say on which path a turn stands (`megarl.types.forks`). That is not the turn that led to it: a history that was
 written anew shares few tokens with the turn that it goes on from.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # Names of the quantities that hold, on each token of a turn, its number, that of the turn which it follows (-1: none),
 # and that of the first turn which was written beside it, from the same context (its own if there is none).
 TURN, AFTER, FIRST_TRY = "turn", "after_turn", "first_try"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat: who speaks, and the text.
+
+    name: which of several speakers of the role it is, or which tool. tool_call_id: the call that a result belongs to.
+    Chat templates may write both; empty: none.
+    """
+
+    role: str
+    content: str
+    name: str = ""
+    tool_call_id: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        turn = {"role": self.role, "content": self.content}
+        if self.name:
+            turn["name"] = self.name
+        if self.tool_call_id:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn
 
 
 class Tries(NamedTuple):

@@ -1,5 +1,6 @@
 """Columns besides the turns mean the same to every command, and prompts end where the assistant speaks."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import DemonstrationConfig
-from megarl.config.schema import DataConfig, SftConfig
+from megarl.config.schema import DataConfig, EnvironmentConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
@@ -54,6 +55,8 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 REFUSED = {
     "tools": TOOLS,
     "functions": json.dumps(TOOLS),
+    "tool_list": ["add"],
+    "available_tools": TOOLS,
     "images": ["a.png"],
     "image": {"path": "a.png"},
     "image_path": "a.png",
@@ -79,6 +82,9 @@ TURN_KEYS = {
     "thought": "1+1",
     "reasoning_details": [{"text": "1+1"}],
     "refusal": "No.",
+    "channel": "analysis",
+    "recipient": "functions.add",
+    "prefix": True,
 }
 SYSTEM_TURN = "<|im_start|>system\nBe brief.<|im_end|>\n"
 
@@ -123,9 +129,56 @@ def test_what_a_turn_holds_besides_its_text_is_refused(
 ) -> None:
     (read, row), path = command, tmp_path / "x.jsonl"
     turn = {"role": "user", "content": "1+1"}
-    read(written(path, {**row, "prompt": [{**turn, key: None}]}), tokenizer, DataConfig())
+    for empty in (None, False, "", *[value for value in [{"channel": "final", "recipient": "all"}.get(key)] if value]):
+        read(written(path, {**row, "prompt": [{**turn, key: empty}]}), tokenizer, DataConfig())
     with pytest.raises(DataError, match=rf"x\.jsonl row 0: prompt\[0\]: {key} is not read here; "):
         read(written(path, {**row, "prompt": [{**turn, key: TURN_KEYS[key]}]}), tokenizer, DataConfig())
+
+
+NAMED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}{{ '\n' + m.content }}"
+    "{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_names_and_calls_of_turns_are_written_as_the_template_says(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), path, form = command, tmp_path / "x.jsonl", DataConfig()
+    turn = {"role": "user", "content": "1+1"}
+    result = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c7"}
+    plain = read(written(path, {**row, "prompt": [turn, {"role": "tool", "content": "2"}]}), tokenizer, form)
+    # What a template shows of tools is the model's own form.
+    assert read(written(path, {**row, "prompt": [turn, result]}), tokenizer, form) == plain
+    for name in ("system", "user"):
+        chat = [{**turn, "role": name, "name": "Ann"}, turn]
+        with pytest.raises(DataError, match=r"x\.jsonl row 0.*: turn 0: the chat template leaves out name, 'Ann', so"):
+            read(written(path, {**row, "prompt": chat}), tokenizer, form)
+    with pytest.raises(DataError, match=r"prompt\[1\]: the policy writes no name before an answer; remove name"):
+        read(
+            written(path, {**row, "prompt": [turn, {**turn, "role": "assistant", "name": "b"}, turn]}), tokenizer, form
+        )
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = NAMED
+    ids = read(written(path, {**row, "prompt": [{**turn, "name": "Ann"}, result]}), tokenizer, form)
+    text = str(tokenizer.decode(ids))
+    assert text.startswith("<|im_start|>user Ann\n1+1<|im_end|>\n<|im_start|>tool add\n2[c7]<|im_end|>\n")
+
+
+def test_prompts_that_ask_for_tools_need_an_environment(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Verl's rows name tools in extra_info alone, too."""
+    row = READERS["train"][1] | {
+        "prompt": "1+1",
+        "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"add": {}}},
+    }
+    path = written(tmp_path / "x.jsonl", row)
+    with pytest.raises(
+        DataError, match=r"x\.jsonl row 0: extra_info: need_tools_kwargs asks for tools; set environment"
+    ):
+        read_prompt(path, tokenizer, DataConfig())
+    settings = EnvironmentConfig(default="adder")
+    assert len(PromptDataset([path], tokenizer, DataConfig(), environment=settings)) == 1
 
 
 def test_every_command_reads_chats_in_sharegpts_form(

@@ -71,6 +71,19 @@ def test_a_demonstration_is_looked_through_where_it_is_used(tmp_path: Path) -> N
     target = [ANSWERED | {"content": "<|im_start|>2"}]
     path.write_text(json.dumps({**LABEL, "prompt": [ASKED], "target": target}) + "\n")
     used = DemonstrationConfig(strategy="fixed")
-    assert PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200)).spelled.num_rows == 0
+    assert PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200)).spelled.num_rows.total() == 0
     data = PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200), demonstrations=used)
     assert "row 0: turn 1 of the role assistant has '<|im_start|>'" in data.spelled.warnings("x")[0]
+
+
+@pytest.mark.parametrize("kind", ["prompts", "chats", "pairs"])
+@pytest.mark.parametrize("mark", ["<image>", "<video>", "<|audio|>"])
+def test_rows_that_mark_pictures_are_named(tmp_path: Path, kind: str, mark: str) -> None:
+    shown, about = ASKED | {"content": f"{mark}\nWhat is it?"}, ASKED | {"content": "Is <img> HTML? Is an image?"}
+    assert warnings_of(tmp_path, *rows_of(kind, ASKED, about)) == []
+    (warning,) = warnings_of(tmp_path, *rows_of(kind, ASKED, shown, shown))
+    assert warning == (
+        "data.train: 2 rows have marks that stand for pictures, films or sounds elsewhere, the first "
+        f"{tmp_path}/rows.jsonl row 1: turn 0 of the role user has {mark!r}; models are trained on texts alone: "
+        "leave such rows out, unless they speak of the mark itself"
+    )
