@@ -110,7 +110,7 @@ class GroundTruthConfig:
     """Configure how ground truths are checked at the start: each is judged as an answer to itself."""
 
     # Share of a data source's ground truths that may be empty or score as wrong; a larger one ends the run.
-    max_unscorable: float = setting(0.01, FRACTION)
+    max_unscorable: float = setting(0.0, FRACTION)
     max_rows: int = setting(10_000, AT_LEAST_1)  # Check at most this many ground truths, spread over the data.
 
 

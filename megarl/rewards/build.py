@@ -18,7 +18,7 @@ from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.judge import Judge
 from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge, try_judge
 from megarl.rewards.manager import RULE, RewardManager
-from megarl.rewards.own_answer import check_own_answers, spread_rows
+from megarl.rewards.own_answer import check_own_answers, is_empty, spread_rows
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of
 from megarl.rewards.rule import RuleJudge, Rules
@@ -98,15 +98,15 @@ def open_judge(rewards: RewardsConfig, key: str, completions: CompletionsOf | No
     return LlmJudge(cfg, completions(key, cfg), name=name, section=key)
 
 
-def _check_format(spec: SourceSpec, prompt: Prompt, text: str) -> None:
+def _check_format(spec: SourceSpec, prompt: Prompt, text: str, where: str) -> None:
     """Raise ConfigError if a format wants a response to open the thought that its prompt has opened, or the reverse."""
     form = spec.format or spec.scorer.partition("format/")[2]
     plain = form.removesuffix("/opened")
     opened, taken = text.rstrip().endswith("<think>"), form != plain
     if f"{plain}/opened" in FORMATS and opened != taken and (opened or "<think>" not in text):
         raise ConfigError(
-            f"data source {prompt.data_source}: the format is {form!r}, but prompt {prompt.uid} ends with "
-            f"{text[-20:]!r}, after which no response has it; take {plain if taken else f'{plain}/opened'!r}"
+            f"data source {prompt.data_source}: the format is {form!r}, but the prompt of {where} ends "
+            f"with {text[-20:]!r}, after which no response has it; take {plain if taken else f'{plain}/opened'!r}"
         )
 
 
@@ -123,20 +123,20 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset, tokenizer: 
     # The first prompt of each data source.
     firsts: dict[str, Prompt] = {}
     for index in range(len(data)):
-        prompt = data[index]
+        prompt, where = data[index], data.where(index)
         is_first = firsts.setdefault(prompt.data_source, prompt) is prompt
         if (spec := specs[prompt.data_source]) is None:
             continue
         if is_first:
-            _check_format(spec, prompt, str(tokenizer.decode(prompt.token_ids)))
+            _check_format(spec, prompt, str(tokenizer.decode(prompt.token_ids)), where)
         try:
             if prompt.label is not None:
                 SCORERS.get(spec.variant).truths(prompt.ground_truth, prompt.label)
             score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info, source=spec)
         except DataError as error:
-            raise DataError(f"prompt {prompt.uid}: {error}") from error
-        if index in chosen:
-            by_scorer.append((prompt, spec))
+            raise DataError(f"{where}: {error}") from error
+        if index in chosen or is_empty(prompt.ground_truth):
+            by_scorer.append((where, prompt, spec))
     if warning := check_own_answers(by_scorer, rewards.ground_truths.max_unscorable):
         print_lines(warning, file=sys.stderr)
     if rewards.custom.dry_run:

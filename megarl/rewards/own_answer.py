@@ -46,19 +46,19 @@ def spread_rows(num_rows: int, limit: int) -> frozenset[int]:
     return frozenset(index * num_rows // num for index in range(num))
 
 
-def check_own_answers(prompts: Sequence[tuple[Prompt, SourceSpec]], max_unscorable: float) -> str:
-    """Judge the ground truth of each prompt as an answer to itself.
+def check_own_answers(prompts: Sequence[tuple[str, Prompt, SourceSpec]], max_unscorable: float) -> str:
+    """Judge the ground truth of each prompt, which is named for messages, as an answer to itself.
 
     Returns a warning that says which share of them scores as wrong or is empty, with examples; "" if none does. Raises
     DataError if this share is above `max_unscorable` for any data source, or if a ground truth is malformed.
     """
     judged: Counter[str] = Counter()
     failed: defaultdict[str, list[str]] = defaultdict(list)
-    for prompt, spec in prompts:
+    for where, prompt, spec in prompts:
         judged[prompt.data_source] += 1
         empty = spec.scorer.removeprefix("format/") not in FORMATS and is_empty(prompt.ground_truth)
         if empty or not _is_right(prompt, spec):
-            failed[prompt.data_source].append(f"{prompt.uid}: {prompt.ground_truth[:60]!r}")
+            failed[prompt.data_source].append(f"{where}: {prompt.ground_truth[:60]!r}")
     for source, found in failed.items():
         share = len(found) / judged[source]
         if share > max_unscorable:

@@ -98,8 +98,9 @@ def _structure(ground_truth: str) -> object:
 
 
 def _value(found: object, ground_truth: str) -> object:
-    if not isinstance(found, dict):
-        return found
+    # Verl's column reward_model has other fields beside it.
+    if not isinstance(found, dict) or "ground_truth" in found:
+        return found["ground_truth"] if isinstance(found, dict) else found
     if len(found) != 1 or not found.keys() & set(_FIELDS):
         raise _unread(ground_truth, f"an answer, or one of {', '.join(_FIELDS)}")
     (value,) = found.values()
@@ -131,7 +132,7 @@ def stated_in(text: str) -> str | None:
 
 
 def _unread(ground_truth: str, expected: str) -> DataError:
-    return DataError(f"ground truth {ground_truth[:60]!r}: expected {expected}; correct the data")
+    return DataError(f"ground truth {ground_truth[:60]!r}: expected {expected}; correct it, or see data.label_key")
 
 
 def _written(answer: str) -> list[str]:

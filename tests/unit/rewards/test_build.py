@@ -10,10 +10,10 @@ import pytest
 
 from megarl.config.judges import JudgeConfig
 from megarl.config.load import from_dict
-from megarl.config.rewards import RewardsConfig
+from megarl.config.rewards import GroundTruthConfig, RewardsConfig
 from megarl.config.schema import DataConfig
 from megarl.data.prompts import PromptDataset
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths, open_rewards
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import Judged, JudgeSession
@@ -153,3 +153,23 @@ def test_formats_agree_with_what_the_prompt_opens(name: str, opened: bool, tmp_p
         else:
             with pytest.raises(ConfigError, match=rf"after which no response has it; take '{right[7:]}'$"):
                 check_ground_truths(RewardsConfig(), data, tokenizer)
+
+
+@pytest.mark.parametrize("source", ["math", "short_answer", "openai/gsm8k"])
+@pytest.mark.parametrize("truth", ["None", "72\n\nas 48+24 is 72", [None], {"answer": "72", "why": "48+24"}])
+def test_one_truth_that_no_answer_matches_ends_the_start(
+    source: str, truth: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last row is not among those that are judged, and the message names the file that has it."""
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, last in zip(files, ("72", truth), strict=True):
+        rows = [{"prompt": "?", "data_source": source, "answer": answer} for answer in ("5", last)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = PromptDataset(files, make_byte_tokenizer(), DataConfig(label_key="answer"))
+    checked = RewardsConfig(ground_truths=GroundTruthConfig(max_rows=1))
+    with pytest.raises(DataError, match=r"b\.jsonl row 1: "):
+        check_ground_truths(checked, data, make_byte_tokenizer())
+    if truth == "None" and source != "openai/gsm8k":
+        some = RewardsConfig(ground_truths=GroundTruthConfig(max_unscorable=0.5))
+        check_ground_truths(some, data, make_byte_tokenizer())
+        assert "b.jsonl row 1: 'None'" in capsys.readouterr().err

@@ -11,11 +11,12 @@ from megarl.types import Prompt
 EMPTY = ["", " ", "None", "null", "nan", "$$", "$ $", r"\boxed{}", r"$\boxed{ }$", "[]", '{"target": []}']
 
 
-def rows(source: str, truths: list[str]) -> list[tuple[Prompt, SourceSpec]]:
+def rows(source: str, truths: list[str]) -> list[tuple[str, Prompt, SourceSpec]]:
     return [
         (
+            f"{source}/{i}",
             Prompt(
-                uid=f"{source}/{i}",
+                uid=f"{source}:{i}",
                 data_source=source,
                 messages=(),
                 token_ids=(1,),

@@ -62,6 +62,7 @@ READ: dict[str, list[object]] = {
             [72],
             ["5", 72],
             {"value": 72},
+            {"ground_truth": 72, "method": "strict"},
             {"target": [72.0]},
             "48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72\n#### 72",
             ["half of #### 144\n#### 72"],
@@ -86,7 +87,7 @@ OTHERS: dict[str, list[object]] = {
         "[72, null]",
         r"We have $x=72$. So the answer is $\boxed{72}$.",
         "#### 72 clips\n#### ",
-        {"ground_truth": "72", "style": "rule"},
+        {"answer": "72", "method": "strict"},
     ],
     "True": [True, "true", [True]],
     "B": ["B", ["B"], '["B"]', "['B']", ["B", "C"]],
@@ -109,7 +110,7 @@ def judged(scorer: str, label: object, answer: str) -> bool | None:
     states = SCORERS.get(scorer).states
     assert states is not None
     try:
-        check_own_answers([(prompt, source_spec(scorer))], 0.0)
+        check_own_answers([(prompt.uid, prompt, source_spec(scorer))], 0.0)
         return score(scorer, states(answer), row.ground_truth, {}).correct
     except DataError:
         return None
@@ -145,7 +146,7 @@ def test_a_letter_is_read_from_what_states_it_or_the_row_is_refused(scorer: str)
 
 @pytest.mark.parametrize("truth", ["The answer is 5. No, the answer is 6.", "72\n\nExplanation: 48+24."])
 def test_a_truth_that_states_several_answers_or_goes_on_is_refused(truth: str) -> None:
-    with pytest.raises(DataError, match="correct the data"):
+    with pytest.raises(DataError, match=r"; correct it, or see data\.label_key$"):
         score("short_answer", "", truth, {})
 
 
