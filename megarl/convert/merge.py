@@ -111,9 +111,7 @@ def merge(
             "mcore-to-hf or dequantize first"
         )
     adapters = read_peft(adapter, base.spec)
-    named = str(adapters.options.get("base_model_name_or_path") or model.name).rstrip("/").rpartition("/")[2]
-    # The hub's cache has the name in the directory models--OWNER--NAME.
-    if named not in {part.rpartition("--")[2] for part in model.resolve().parts}:
+    if named := adapters.other_base(base.spec):
         print_lines(f"warning: the adapters were trained on {named}, by {ADAPTER_CONFIG}; is that {model}?")
     if not adapters.replaced and not any(update.b.any() for update in adapters.updates.values()):
         print_lines(f"warning: {adapter}: every B is 0, so that they change nothing; name trained ones")

@@ -1,6 +1,6 @@
 """Open and check everything that a run reads before any process starts, so that mistakes cost nothing."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from megarl.rollout.replay import require_records
 from megarl.train.forward import HINT_QUANTITIES
 from megarl.train.hinted import HintWriter, open_hints
 from megarl.train.model_judge import ConversationEncoder
-from megarl.train.models import open_model
+from megarl.train.models import adapter_warnings, open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.train.rows import stated_difficulty
 from megarl.train.teachers import common_tokens, open_teachers
@@ -81,7 +81,7 @@ class TrainInputs:
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
         of_data = self.config.algo.demonstrations.strategy != "none"
-        of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings]
+        of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings, *adapter_warnings(self.config)]
         of_teachers = [warning for each in self.teachers for warning in each.warnings]
         return [*setting_warnings(self.config), *of_model, *of_teachers, *of_files, *hints]
 
@@ -206,7 +206,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
     for data in (train, val):
         if data is not None:
-            _require_teachers(config, asked, data)
+            for prompt in (data[i] for i in range(len(data)) if asked and "teacher" not in asked):
+                teacher_of(config, prompt.data_source, prompt.environment)
             check_ground_truths(config.rewards, data, tokenizer)
             if conversations is not None:
                 conversations.check(data[i] for i in data.by_roles.values())
@@ -250,13 +251,6 @@ def check_askers(
         require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")
     vocabulary.require_all(key, [f"environment {name}" for name in sorted(environments)])
     vocabulary.require_all(key, [f"questions of rewards.judges.{name}" for name in asking])
-
-
-def _require_teachers(config: Config, asked: Collection[str], data: PromptDataset) -> None:
-    """Raise ConfigError for a prompt whose data source and environment no teacher of the run teaches."""
-    if asked and "teacher" not in asked:
-        for prompt in (data[i] for i in range(len(data))):
-            teacher_of(config, prompt.data_source, prompt.environment)
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:

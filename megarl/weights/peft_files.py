@@ -46,6 +46,7 @@ _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB]
 # Data parallelism, compilation and FSDP put these before the names of the modules that they wrap.
 _WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_fsdp_wrapped_module)\.")
 _NAMED = 3
+_QUANTIZED = ("bitsandbytes", "fp8", "gptq", "awq", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,13 @@ class PeftAdapters:
     replaced: Mapping[str, torch.Tensor]
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
 
+    def other_base(self, model: ModelSpec) -> str:
+        """Return the base that the options name if the model has another name, in its path or config.json, or ""."""
+        named = str(self.options.get("base_model_name_or_path") or "").rstrip("/").rpartition("/")[2]
+        # The hub's cache has the name in the directory models--OWNER--NAME.
+        own = (*model.path.resolve().parts, *str(model.hf_config.get("_name_or_path")).split("/"))
+        return "" if named in {"", *(part.rpartition("--")[2] for part in own)} else named
+
 
 def read_peft(path: Path, base: ModelSpec) -> PeftAdapters:
     """Map the adapters of a directory to memory, checked against the base that they are for; it may have either head.
@@ -87,7 +95,10 @@ def read_peft(path: Path, base: ModelSpec) -> PeftAdapters:
 
 
 def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAdapters:
-    tensors = {_plain(name): tensor for name, tensor in map_tensors(path / ADAPTER_FILE).items()}
+    tensors = {
+        _WRAPPERS.sub("", name).removeprefix(PREFIX).replace(".default.weight", ".weight"): tensor
+        for name, tensor in map_tensors(path / ADAPTER_FILE).items()
+    }
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     replaced: dict[str, torch.Tensor] = {}
     tied: set[str] = set()
@@ -107,13 +118,6 @@ def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAda
     adapters = PeftAdapters(path=path, options=options, updates=updates, replaced=replaced, tensors=tensors)
     _check_base(adapters, base, tied)
     return adapters
-
-
-def _plain(name: str) -> str:
-    """Return a tensor's name without what raw state dicts have in it, names of wrappers and of the adapter, and without
-    PEFT's prefix.
-    """
-    return _WRAPPERS.sub("", name).removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
 def _read_options(path: Path) -> dict[str, Any]:
@@ -177,10 +181,10 @@ def _check_base(adapters: PeftAdapters, base: ModelSpec, tied: Collection[str]) 
     shapes |= base.expected_tensors() | base.expected_tensors(scalar_head=True)
     named = str(options.get("base_model_name_or_path"))
     is_same = Path(named).is_dir() and Path(named).samefile(base.path)
-    # Without one here, or one that megarl reads, such as one in four bits, only shapes are compared.
+    # Without one here, or one that megarl reads, only shapes are compared.
     trained_on = base
     with suppress(ConfigError):
-        trained_on = read_model_spec(named) if Path(named).is_dir() and not is_same else base
+        trained_on = base if is_same or not Path(named).is_dir() else read_model_spec(named, quantized=_QUANTIZED)
     if fields := [each for each in _OF_BASE if getattr(trained_on, each) != getattr(base, each)]:
         raise ConfigError(
             f"{path}: was trained on {named!r}, whose config.json has other {', '.join(fields)} than that of "

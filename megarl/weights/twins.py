@@ -26,7 +26,6 @@ _OF_SECTION = (
     "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters layer_types sliding_window "
     "tie_word_embeddings"
 )
-_THETA = 10000.0
 
 
 def check_twins(file: Path, family: Family, raw: Mapping[str, Any]) -> None:
@@ -36,7 +35,12 @@ def check_twins(file: Path, family: Family, raw: Mapping[str, Any]) -> None:
     shared = [key for key in _OF_SECTION.split() if key in section and key in raw]
     pairs = [
         *((f"{family.section}.{key}", section[key], key, raw[key]) for key in shared),
-        *_pairs_of_synonyms(family, config),
+        *(
+            (given[0], config[given[0]], name, config[name])
+            for names in _SYNONYMS + (_EXPERT_SYNONYMS if family.expert_ffn_key else ())
+            for given in [[name for name in names if config.get(name) is not None]]
+            for name in given[1:]
+        ),
         *_pairs_of_rope(family, config),
         *_pairs_of_layers(family, config),
     ]
@@ -49,12 +53,6 @@ def check_twins(file: Path, family: Family, raw: Mapping[str, Any]) -> None:
 
 
 _Pairs = Iterator[tuple[str, object, str, object]]
-
-
-def _pairs_of_synonyms(family: Family, config: Mapping[str, Any]) -> _Pairs:
-    for names in _SYNONYMS + (_EXPERT_SYNONYMS if family.expert_ffn_key else ()):
-        given = [name for name in names if config.get(name) is not None]
-        yield from ((given[0], config[given[0]], name, config[name]) for name in given[1:])
 
 
 def _pairs_of_rope(family: Family, config: Mapping[str, Any]) -> _Pairs:
@@ -79,7 +77,7 @@ def _pairs_of_rope(family: Family, config: Mapping[str, Any]) -> _Pairs:
             turned = None if fraction is None else round(fraction * config["head_dim"])
             yield f"{where}partial_rotary_factor × head_dim", turned, "rotary_dim", width
     if parameters and scaling:
-        theta = config.get("rope_theta") or family.defaults.get("rope_theta", _THETA)
+        theta = config.get("rope_theta") or family.defaults.get("rope_theta", 10000.0)
         whole = [
             {
                 **{key: value for key, value in rope.items() if value is not None and key != "type"},
