@@ -202,18 +202,19 @@ class Trainer:
         log.log(step, metrics | self.cluster.metrics())
         self.recorder.problems(step, collected.troubles)
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
-        is_judged = self.inputs.config.rewards.manager != "none"
+        config = self.inputs.config
+        is_judged = config.rewards.manager != "none"
         progress.update(step, ProgressValues.of(metrics, is_judged=is_judged))
-        has_teacher = self.inputs.config.algo.distill.teacher != "none"
+        has_teacher = config.algo.distill.teacher != "none"
         has_advantage = any(metrics.get(f"critic/advantages/{end}", 0) for end in ("max", "min"))
         for warning in self.first_steps.warnings(
             step,
             collected.outcome,
-            teaches=has_advantage or tells_something(metrics) or not (is_judged or has_teacher),
+            teaches=has_advantage or tells_something(metrics, config.model.dtype) or not (is_judged or has_teacher),
             is_judged=is_judged,
             read=lambda sample: self.rollouts.rewards.decode(sample.last_turn_ids.tolist()),
             of_cut=lambda frac: cut_warning(
-                frac, self.inputs.config.rollout.max_response_tokens, self.inputs.answers.stop_tokens.names
+                frac, config.rollout.max_response_tokens, self.inputs.answers.stop_tokens.names
             ),
         ):
             progress.note(warning)

@@ -229,7 +229,7 @@ class RoleUpdater(RolePasses):
         super().__init__(workers, role, temperature=temperature, dims=dims)
         self._step_scale = step_scale
         self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
-        self._watch = WeightWatch(role.role, is_taught=is_taught)
+        self._watch = WeightWatch(role.role, is_taught=is_taught, dtype=role.model.dtype)
         self.num_optimizer_steps = 0
 
     def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True) -> UpdateResult:

@@ -13,16 +13,17 @@ from megarl.types.messages import Role, UpdateResult
 MOST_IDLE = 3
 # An optimizer step that changes a smaller share of the weights is lost in their rounding.
 FEWEST_MOVED = 0.01
-# A teacher that is nearer to the policy, in nats per token, tells it nothing. Rounding was 1e-8, and an optimizer that
-# divides by the size of gradients makes steps of it: after a few, policy and teacher differ.
-LEAST_DIVERGENCE = 1e-6
+# A teacher that is nearer to the policy, in nats per token, tells it nothing, and an optimizer that divides by the size
+# of gradients makes steps of rounding. With ε, the spacing of a type's numbers at 1, rounded logits differ by ε and
+# more, and distributions by its square. Log-probs of -8 to -16 have a spacing of 8 ε in float32.
+LEAST_DIVERGENCE = {"float32": 8 * 2.0**-23, "bfloat16": 2.0**-14}
 MOST_UNTAUGHT = 2
 
 
-def tells_something(metrics: Mapping[str, float]) -> bool:
-    """Return whether there is a teacher whose distribution is not the policy's own."""
+def tells_something(metrics: Mapping[str, float], dtype: str) -> bool:
+    """Return whether there is a teacher whose distribution is not that of the policy, a model of type `dtype`."""
     found = [metrics.get(f"distill/{name}", 0.0) for name in ("reverse_kl", "forward_kl")]
-    return max(map(abs, found)) >= LEAST_DIVERGENCE
+    return max(map(abs, found)) >= LEAST_DIVERGENCE[dtype]
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class WeightWatch:
 
     role: Role
     is_taught: bool = False
+    dtype: str = "float32"
     is_done: bool = False
     idle: list[str] = field(default_factory=list)
 
@@ -52,7 +54,7 @@ class WeightWatch:
             )
         given = [row.quantities["advantages"] for row in rows if "advantages" in row.quantities]
         has_advantage = any(np.any(values[row.loss_mask]) for values, row in zip(given, rows, strict=False))
-        if self.is_taught and not tells_something(result.metrics):
+        if self.is_taught and not tells_something(result.metrics, self.dtype):
             self.idle.append("")
             if is_last or len(self.idle) == MOST_UNTAUGHT:
                 raise RunError(

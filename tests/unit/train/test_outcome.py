@@ -1,6 +1,7 @@
 """What the first steps come to: failures, differences, cut answers, and updates that move weights or do not."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -195,6 +196,16 @@ def test_a_teacher_that_is_the_policy(advantage: float | None, given: Any, other
             WeightWatch(Role.ACTOR, is_taught=True).look([row(advantage)], first, step=1, is_last=True, warms_up=False)
     else:
         watch.look([row(advantage)], second, step=2, is_last=True, warms_up=False)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 23), ("bfloat16", 7)])
+def test_a_teacher_within_rounding_is_the_policy(dtype: str, bits: int) -> None:
+    """Logits of 1 that are rounded differ by 2^-bits, and distributions by its square; log-probs have 32 bits."""
+    least = max(2.0 ** (-2 * bits), 8 * 2.0**-23)
+    for divergence, tells in ((0.9 * least, False), (1.1 * least, True)):
+        watch = WeightWatch(Role.ACTOR, is_taught=True, dtype=dtype)
+        with nullcontext() if tells else pytest.raises(RunError, match="the teacher gives all tokens of 1 updates"):
+            watch.look([row(None)], taught(divergence), step=1, is_last=True, warms_up=False)
 
 
 def test_a_teacher_without_rewards_that_agrees_with_the_policy() -> None:
