@@ -85,21 +85,7 @@ class RoleCheck:
             texts = render_chats(self._tokenizer, chats, add_generation_prompt=opened)
         except TemplateRefusal:  # Its message about the chat itself names the row.
             return
-        for i, message in enumerate(probes):
-            if i in named and message.name.lower() not in texts[0].lower():
-                raise DataError(
-                    f"{where}: turn {i}: the chat template leaves out name, {spoken[i].name!r:.60}, so that the model "
-                    "would never know who speaks; write it into the turn's text, or remove it"
-                )
-            # Some templates write everything in small or capital letters.
-            if message.content.lower() not in texts[0].lower():
-                written = [role for role in _ROLES if role != message.role and self._writes(probes, i, role)]
-                raise DataError(
-                    f"{where}: turn {i}: the chat template leaves out the text of the role {message.role!r} in "
-                    f"{[m.role for m in messages]!s:.200}, so that the model would never read it; rename the role, "
-                    f"such as to {' or '.join(map(repr, written)) or 'one that the template writes'}, or give the "
-                    "model a template that writes it"
-                )
+        self._require_written(messages, probes, texts[0], named, where)
         if any(f"zq{i} thought" not in texts[-1].lower() for i in range(len(ending[1]))):
             raise DataError(
                 f"{where}: turn {len(spoken) - 1}: the chat template leaves out the last answer's thought, so that the "
@@ -112,6 +98,26 @@ class RoleCheck:
             )
         self._known.add((kinds, ending))
         self._places |= places
+
+    def _require_written(
+        self, messages: Sequence[Message], probes: Sequence[Message], text: str, named: Sequence[int], where: str
+    ) -> None:
+        """Raise DataError if a text lacks the words of a probe, or the name of one that is `named`."""
+        for i, message in enumerate(probes):
+            if i in named and message.name.lower() not in text.lower():
+                raise DataError(
+                    f"{where}: turn {i}: the chat template leaves out name, {messages[i].name!r:.60}, so that the "
+                    "model would never know who speaks; write it into the turn's text, or remove it"
+                )
+            # Some templates write everything in small or capital letters.
+            if message.content.lower() not in text.lower():
+                written = [role for role in _ROLES if role != message.role and self._writes(probes, i, role)]
+                raise DataError(
+                    f"{where}: turn {i}: the chat template leaves out the text of the role {message.role!r} in "
+                    f"{[m.role for m in messages]!s:.200}, so that the model would never read it; rename the role, "
+                    f"such as to {' or '.join(map(repr, written)) or 'one that the template writes'}, or give the "
+                    "model a template that writes it"
+                )
 
     def _writes(self, chat: Sequence[Message], turn: int, role: str) -> bool:
         """Return whether the template would write a turn of a chat under another role."""

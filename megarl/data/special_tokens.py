@@ -15,12 +15,12 @@ from megarl.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What is said of rows, by the kind of their mark. Other programs put what is no text in the place of those of media.
+# Warnings by the kind of the mark: the key of the files, the number of rows and the first of them.
 _SAID = {
-    "special": "spell special tokens, which the model reads as such, and not as text, the first {}; if they are only "
-    "mentioned there, write them otherwise, such as with a space in them",
-    "media": "have marks that stand for pictures, films or sounds elsewhere, the first {}; models are trained on texts "
-    "alone: leave such rows out, unless they speak of the mark itself",
+    "special": "{}: {} rows spell special tokens, which the model reads as such, and not as text, the first {}; if "
+    "they are only mentioned there, write them otherwise, such as with a space in them",
+    "media": "{}: {} rows have marks that stand for pictures, films or sounds elsewhere, the first {}; models are "
+    "trained on texts alone: leave such rows out, unless they speak of the mark itself",
 }
 
 
@@ -65,4 +65,4 @@ class SpelledSpecialTokens:
 
     def warnings(self, key: str) -> list[str]:
         """Return what to say of these rows, if there are any; `key`: the setting of the files."""
-        return [f"{key}: {num} rows {_SAID[kind].format(self._first[kind])}" for kind, num in self.num_rows.items()]
+        return [_SAID[kind].format(key, num, self._first[kind]) for kind, num in self.num_rows.items()]
