@@ -102,7 +102,11 @@ class FirstSteps:
             self.num_flat = self.num_flat + 1 if outcome.is_flat and not teaches else None
             if self.num_flat == min(NUM_FIRST_STEPS, self.total_steps):
                 found.append(
-                    flat_warning(outcome, self.num_flat, read) if is_judged else untaught_warning(self.num_flat)
+                    flat_warning(outcome, self.num_flat, read)
+                    if is_judged
+                    else f"warning: in the first {self.num_flat} steps the teacher gave all tokens the probabilities "
+                    "that the policy gave them, from which nothing is learned; name another teacher "
+                    "(teacher.model_path), or prompts with hints"
                 )
         return found
 
@@ -144,14 +148,6 @@ def flat_warning(outcome: StepOutcome, num_steps: int, read: Callable[[Sample], 
         f"algorithms learn nothing; for example, to {_line(question)!r} the answer was {_line(read(sample))!r}, "
         f"expected {_line(prompt.ground_truth)!r}, judged {'right' if reward.correct else 'wrong'} with the reward "
         f"{reward.score:g}{why}; `megarl report RUN` shows more"
-    )
-
-
-def untaught_warning(num_steps: int) -> str:
-    """Return a warning about steps without rewards in which the teacher agreed with the policy."""
-    return (
-        f"warning: in the first {num_steps} steps the teacher gave all tokens the probabilities that the policy gave "
-        "them, from which nothing is learned; name another teacher (teacher.model_path), or prompts with hints"
     )
 
 

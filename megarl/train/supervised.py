@@ -193,7 +193,10 @@ def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
         role=actor_role(config),
         frozen=(frozen := tuple(teacher_roles(config))),
         teaching=teaching_of(config.algo.distill, frozen, inputs.common_tokens),
-        add_quantities=None if config.algo.distill.asked_top_k is None else with_teacher,
+        # The tokens that the only teacher finds likeliest.
+        add_quantities=None
+        if config.algo.distill.asked_top_k is None
+        else lambda passes, rows, step: with_likely_tokens(rows, passes[Role.TEACHER].forward(rows, step=step)),
         objective=SftAlgorithm(distill=config.algo.distill),
         total_steps=config.sft.total_steps,
         batch_size=config.sft.batch_size,
@@ -202,11 +205,6 @@ def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
         validate=None if val is None else lambda passes, step: validate_sft(val, passes[Role.ACTOR], step=step),
         validate_every=config.sft.val_every_steps,
     )
-
-
-def with_teacher(passes: PassesByRole, rows: list[Row], step: int) -> list[Row]:
-    """Return rows with the tokens that the only teacher finds likeliest."""
-    return with_likely_tokens(rows, passes[Role.TEACHER].forward(rows, step=step))
 
 
 def validate_sft(data: SftDataset, passes: RolePasses, *, step: int) -> Validation:
