@@ -46,7 +46,6 @@ _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<letter>[AB]
 # Data parallelism, compilation and FSDP put these before the names of the modules that they wrap.
 _WRAPPERS = re.compile(r"^module\.|\b(_orig_mod|_fsdp_wrapped_module)\.")
 _NAMED = 3
-_QUANTIZED = ("bitsandbytes", "fp8", "gptq", "awq", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +75,8 @@ class PeftAdapters:
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
 
     def other_base(self, model: ModelSpec) -> str:
-        """Return the base that the options name if the model has another name, in its path or config.json, or ""."""
+        """Return the base that the options name, "" if path (in the hub: models--OWNER--NAME) or config has it."""
         named = str(self.options.get("base_model_name_or_path") or "").rstrip("/").rpartition("/")[2]
-        # The hub's cache has the name in the directory models--OWNER--NAME.
         own = (*model.path.resolve().parts, *str(model.hf_config.get("_name_or_path")).split("/"))
         return "" if named in {"", *(part.rpartition("--")[2] for part in own)} else named
 
@@ -184,7 +182,7 @@ def _check_base(adapters: PeftAdapters, base: ModelSpec, tied: Collection[str]) 
     # Without one here, or one that megarl reads, only shapes are compared.
     trained_on = base
     with suppress(ConfigError):
-        trained_on = base if is_same or not Path(named).is_dir() else read_model_spec(named, quantized=_QUANTIZED)
+        trained_on = read_model_spec(named, quantized=("bitsandbytes", "fp8", "gptq", "awq", "mxfp4"))
     if fields := [each for each in _OF_BASE if getattr(trained_on, each) != getattr(base, each)]:
         raise ConfigError(
             f"{path}: was trained on {named!r}, whose config.json has other {', '.join(fields)} than that of "
