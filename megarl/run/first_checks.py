@@ -1,6 +1,6 @@
 """Find mistakes of a command line that need no cluster, before libraries are imported that take seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.config.check import TRAINING_CHECKS
@@ -11,6 +11,7 @@ from megarl.data.sampler import train_files
 from megarl.data.tokenizer_files import require_tokenizer
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
@@ -70,6 +71,21 @@ def _check_models(config: Config, command: str, files: str) -> None:
         if command != "train-reward":
             open_model(config, for_sft=command == "sft")
         require_tokenizer(config.model.path, "model.path")
+    for warning in adapter_warnings(config):
+        print_lines(f"warning: {warning}")
+
+
+def adapter_warnings(config: Config) -> Iterator[str]:
+    """Yield a warning for each role whose given adapters were trained on a base of another name."""
+    for key in ("actor", "critic", "reward_model"):
+        section = getattr(config, key)
+        if section.lora is not None and section.lora.path is not None:
+            from megarl.weights.peft_files import read_peft
+
+            model = config.model.path if key == "actor" else section.model_path or config.model.path
+            spec = read_model_spec(Path(local_model(model, key, weights=False)))
+            if named := read_peft(Path(section.lora.path), spec).other_base(spec):
+                yield f"{key}.lora.path: the adapters were trained on {named}, by adapter_config.json; is that {model}?"
 
 
 def _has_model(name: str, key: str) -> str:

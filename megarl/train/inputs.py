@@ -31,7 +31,7 @@ from megarl.rollout.replay import require_records
 from megarl.train.forward import HINT_QUANTITIES
 from megarl.train.hinted import HintWriter, open_hints
 from megarl.train.model_judge import ConversationEncoder
-from megarl.train.models import adapter_warnings, open_model
+from megarl.train.models import open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.train.rows import stated_difficulty
 from megarl.train.teachers import common_tokens, open_teachers
@@ -81,7 +81,7 @@ class TrainInputs:
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
         of_data = self.config.algo.demonstrations.strategy != "none"
-        of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings, *adapter_warnings(self.config)]
+        of_model = [*self.answers.warnings(of_data=of_data), *self.vocabulary.warnings]
         of_teachers = [warning for each in self.teachers for warning in each.warnings]
         return [*setting_warnings(self.config), *of_model, *of_teachers, *of_files, *hints]
 

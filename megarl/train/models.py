@@ -1,26 +1,11 @@
 """Check the policy's model against the configuration, without torch: first checks come before libraries load."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from megarl.config.check_model import check_model
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.parallel.backend import flex_obstacle, packs_attention
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_headers import check_tensors
-
-
-def adapter_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each role whose given adapters were trained on a base of another name."""
-    for key in ("actor", "critic", "reward_model"):
-        section = getattr(config, key)
-        if section.lora is not None and section.lora.path is not None:
-            from megarl.weights.peft_files import read_peft
-
-            model = config.model.path if key == "actor" else section.model_path or config.model.path
-            if named := read_peft(Path(section.lora.path), spec := read_model_spec(model)).other_base(spec):
-                yield f"{key}.lora.path: the adapters were trained on {named}, by adapter_config.json; is that {model}?"
 
 
 def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:

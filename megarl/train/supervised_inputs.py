@@ -21,7 +21,7 @@ from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import Vocabulary
 from megarl.errors import DataError
 from megarl.train.inputs import check_role_models
-from megarl.train.models import adapter_warnings, open_model
+from megarl.train.models import open_model
 from megarl.train.teachers import common_tokens, open_teachers
 from megarl.types import Row, TokenQuantity
 from megarl.weights.families import read_model_spec
@@ -183,8 +183,7 @@ def _checked(
     settings, notes = in_steps(getattr(config, section), len(train))
     config = replace(config, **{section: settings})
     check(config)
-    warnings = [*of_model, *adapter_warnings(config)]
-    warnings += warmup_warning(config.actor.optimizer, getattr(config, section).total_steps, "actor")
+    warnings = [*of_model, *warmup_warning(config.actor.optimizer, getattr(config, section).total_steps, "actor")]
     for key, data in ((f"{section}.train", train), (f"{section}.val", val)):
         if data is not None:
             warnings += [*lost(key, data), *data.spelled.warnings(key)]

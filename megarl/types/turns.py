@@ -15,11 +15,7 @@ TURN, AFTER, FIRST_TRY = "turn", "after_turn", "first_try"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a chat: who speaks, and the text.
-
-    name: which of several speakers of the role it is, or which tool. tool_call_id: the call that a result belongs to.
-    Chat templates may write both; empty: none.
-    """
+    """One turn of a chat: who speaks, and the text; if given, a speaker's or tool's name, and a result's call."""
 
     role: str
     content: str
@@ -27,12 +23,8 @@ class Message:
     tool_call_id: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        turn = {"role": self.role, "content": self.content}
-        if self.name:
-            turn["name"] = self.name
-        if self.tool_call_id:
-            turn["tool_call_id"] = self.tool_call_id
-        return turn
+        shown = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": self.content} | {key: value for key, value in shown.items() if value}
 
 
 class Tries(NamedTuple):

@@ -13,7 +13,7 @@ from megarl.config.load import from_dict
 from megarl.config.lora import LoraConfig, Target
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.train.models import adapter_warnings
+from megarl.run.first_checks import adapter_warnings
 from megarl.weights.adapter_files import create_adapter_files, read_adapters
 from megarl.weights.adapters import lost_in_peft
 from megarl.weights.families import ModelSpec, read_model_spec
