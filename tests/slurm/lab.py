@@ -151,9 +151,13 @@ class SlurmLab:
         return [pid for pid, parent in parents.items() if parent not in found]
 
     def files(self, node: str) -> list[str]:
-        """What lies in the node's shared memory and temporary directory; a run's directory as `mr-ID`."""
+        """What lies in the node's shared memory and temporary directory; a run's directory as `mr-ID`.
+
+        A user's compiled kernels stay there for the next job.
+        """
         root = Path(f"/proc/{self._init[node]}/root")
         found = [file for place in ("dev/shm", str(self.tmp)[1:]) for file in (root / place).iterdir()]
+        found = [file for file in found if file.name != f"megarl-cache-{os.getuid()}"]
         return sorted(f"mr-{(file / 'run').read_text()}" if (file / "run").exists() else file.name for file in found)
 
     def query(self, *command: str) -> str:
