@@ -17,6 +17,7 @@ from megarl_answers import MODES, last_boxed
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d\d+)?")
 # The mark of the answer in a worked solution, and words that announce it.
 _MARKED = re.compile(r"####|</answer>")
+_STRAY = re.compile(rf"{_MARKED.pattern}|<\|\w+\|>|</s>|\\n\s*$")
 _ANNOUNCED = re.compile(
     r"\bans(?:wer)?\b(?:\s+to\b[^.:=\n]*?)?[*_\s]*(?:\bis\b|[:=])[\s:*_]*(.*?)(?:\*\*)?"
     r"(?=,?\s+(?:since|because)\b|[.*\s]*(?:\n|$)|\.\s)",
@@ -98,7 +99,6 @@ def _structure(ground_truth: str) -> object:
 
 
 def _value(found: object, ground_truth: str) -> object:
-    # Verl's column reward_model has other fields beside it.
     if not isinstance(found, dict) or "ground_truth" in found:
         return found["ground_truth"] if isinstance(found, dict) else found
     if len(found) != 1 or not found.keys() & set(_FIELDS):
@@ -112,8 +112,8 @@ def _each(found: Sequence[object], ground_truth: str) -> list[str]:
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
     texts = [each if isinstance(each, str) else json.dumps(each) for each in found]
     stated = [stated_in(text) or text for text in texts]
-    if any(map(_MARKED.search, stated)):
-        raise _unread(ground_truth, "the answer after its mark")
+    if any(map(_STRAY.search, stated)):
+        raise _unread(ground_truth, "the answer without marks")
     if len(stated) == 1 and "\n" in stated[0].strip() and "\\" not in stated[0]:
         raise _unread(ground_truth, "the answer alone, in a box, or after #### or `The answer is`")
     return [text for answer in stated for text in _written(answer)]
