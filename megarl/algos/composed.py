@@ -99,6 +99,7 @@ class ComposedAlgorithm:
         if estimator_of(self.cfg).needs_values:
             quantities |= {TokenQuantity.VALUES}
         cfg, loss = self.cfg, self._policy_loss
+        quantities |= {TokenQuantity(name) for name in estimator_of(cfg).reads}
         for shaper in shapers_of(cfg):
             quantities |= {TokenQuantity(name) for name in shaper.reads}
         if "ref_logprobs" in loss.reads:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 
-from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
+from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, estimator_of
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.corrections import CORRECTIONS
 from megarl.algos.cpo import check_cpo, shapes_in_loss
@@ -62,6 +62,11 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
         )
     _check_policy_loss(cfg)
+    if "old_squares" in estimator_of(cfg).reads and cfg.cpo.method != "none":
+        raise ConfigError(
+            f"algo.advantage.estimator: got {cfg.advantage.estimator!r} with algo.cpo.method={cfg.cpo.method}, whose "
+            "pass with hints does not compute what the estimator reads; choose another estimator"
+        )
     if cfg.high_entropy_share is not None and shapes_in_loss(cfg.cpo):
         raise ConfigError(
             f"algo.high_entropy_share: got {cfg.high_entropy_share:g} with algo.cpo.entropy_source=current, which "

@@ -23,7 +23,7 @@ from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
-from megarl.parallel.head.policy import HeadRequest, PolicyHead, TokenStates, TopTokens
+from megarl.parallel.head.policy import HeadRequest, PolicyHead, TokenSquares, TokenStates, TopTokens
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.parallel.layout import Layout
 from megarl.parallel.megatron_config import transformer_config
@@ -156,7 +156,7 @@ class PolicyModel(PackedModel):
         request: HeadRequest,
         loss_gradients: LossGradients | None = None,
         teacher: TeacherLogits | None = None,
-    ) -> TokenLogprobs | TokenPairs | TokenStates | TopTokens | DistilledLogprobs | torch.Tensor:
+    ) -> TokenLogprobs | TokenPairs | TokenStates | TokenSquares | TopTokens | DistilledLogprobs | torch.Tensor:
         """Return log-probs and entropies on the last pipeline stage, or the next stage's input on other stages."""
         hidden = self.hidden_states(pack)
         if not self.post_process:

@@ -15,7 +15,7 @@ from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.distill import DistilledLogprobs
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
-from megarl.parallel.head.policy import HeadRequest, TokenStates, TopTokens
+from megarl.parallel.head.policy import HeadRequest, TokenSquares, TokenStates, TopTokens
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.model_packs import alignment_of, pack_for
 from megarl.parallel.packing import Pack, num_passed_on
@@ -27,7 +27,9 @@ from megarl.types import (
 )
 from megarl.types.messages import ForwardResult, Role
 
-TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues | TopTokens | TokenStates | DistilledLogprobs
+TokenOutputs: TypeAlias = (
+    TokenLogprobs | TokenPairs | TokenValues | TokenSquares | TopTokens | TokenStates | DistilledLogprobs
+)
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
 
 

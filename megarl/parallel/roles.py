@@ -130,6 +130,7 @@ class LoadedRole:
         paired: bool = False,
         top_k: int | None = None,
         common: int | None = None,
+        squares: bool = False,
         teaching: Teaching | None = None,
     ) -> HeadRequest:
         """Build a request to the model's head from these arguments and the role's settings."""
@@ -142,6 +143,7 @@ class LoadedRole:
             paired=paired,
             top_k=top_k,
             common=common,
+            squares=squares,
             teaching=teaching,
         )
 

@@ -116,7 +116,11 @@ class RankWorker:
 
         loaded = self._role(request.role, Part.PARAMS)
         head = loaded.head_request(
-            temperature=request.temperature, paired=request.paired, top_k=request.top_k, common=request.common
+            temperature=request.temperature,
+            paired=request.paired,
+            top_k=request.top_k,
+            common=request.common,
+            squares=request.squares,
         )
         with contextlib.nullcontext() if loaded.spec.has_memory else without_adapters(loaded.chunks):
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)

@@ -58,6 +58,7 @@ SOURCES: dict[TokenQuantity, QuantitySource] = {
     TokenQuantity.VALUES: QuantitySource(Role.CRITIC, "values"),
     TokenQuantity.OLD_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs"),
     TokenQuantity.OLD_ENTROPY: QuantitySource(Role.ACTOR, "entropy"),
+    TokenQuantity.OLD_SQUARES: QuantitySource(Role.ACTOR, "squares"),
     TokenQuantity.HINT_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs", Variant.HINTED),
     TokenQuantity.SHUFFLED_HINT_LOGPROBS: QuantitySource(Role.ACTOR, "logprobs", Variant.SHUFFLED),
     TokenQuantity.HINT_KL: QuantitySource(Role.ACTOR, "kl", Variant.PAIR),

@@ -73,10 +73,11 @@ class RolePasses:
         dims: Dims | None = None,
         top_k: int | None = None,
         common: int | None = None,
+        squares: bool = False,
     ) -> None:
-        """Make the passes of a role. top_k, common: as in `ForwardRequest`."""
+        """Make the passes of a role. top_k, common, squares: as in `ForwardRequest`."""
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
-        self._top_k, self._common = top_k, common
+        self._top_k, self._common, self._squares = top_k, common, squares
 
     @property
     def spec(self) -> RoleSpec:
@@ -122,6 +123,7 @@ class RolePasses:
             paired=paired,
             top_k=self._top_k,
             common=self._common,
+            squares=self._squares,
         )
         # Do not send the quantities of earlier passes along.
         sent = self._sent(rows, frozenset())

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megarl.algos.batch_statistics import step_scale
 from megarl.algos.value_loss import ValueLoss
@@ -40,6 +41,7 @@ from megarl.train.taught_source import TaughtSource
 from megarl.train.teachers import comparison_of
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
+from megarl.types import TokenQuantity
 from megarl.types.messages import Role
 from megarl.weights.families import read_model_spec
 
@@ -195,12 +197,13 @@ def _taught(inputs: TrainInputs, live: RolloutSource) -> TaughtSource:
 def _passes(inputs: TrainInputs, cluster: Cluster) -> dict[Role, RolePasses]:
     """Return the forward passes of each role of a run."""
     config, passes = inputs.config, {}
-    of_teachers = {"top_k": config.algo.distill.asked_top_k, "common": inputs.common_tokens}
+    asked: dict[Role, dict[str, Any]] = {
+        Role.TEACHER: {"top_k": config.algo.distill.asked_top_k, "common": inputs.common_tokens},
+        Role.ACTOR: {"squares": TokenQuantity.OLD_SQUARES in inputs.algorithm.requires()},
+    }
     for role in inputs.roles:
-        dims, asked = read_model_spec(role.model.path).dims, of_teachers if role.role.kind is Role.TEACHER else {}
-        passes[role.role] = RolePasses(
-            cluster.workers, role, temperature=config.rollout.temperature, dims=dims, **asked
-        )
+        dims, more = read_model_spec(role.model.path).dims, asked.get(role.role.kind, {})
+        passes[role.role] = RolePasses(cluster.workers, role, temperature=config.rollout.temperature, dims=dims, **more)
     return passes
 
 

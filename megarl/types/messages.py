@@ -171,7 +171,7 @@ class ForwardRequest:
     top_k: also find that many of the likeliest tokens at each place, and their log-probs.
     common: distributions are over this many first tokens of the vocabulary; None: over all.
     paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
-    response token, KL(policy after the other prompt ‖ policy after the row's own).
+    response token, KL(policy after the other prompt ‖ policy after the row's own). squares: also compute Σ p².
     """
 
     role: Role
@@ -180,6 +180,7 @@ class ForwardRequest:
     paired: bool = False
     top_k: int | None = None
     common: int | None = None
+    squares: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,8 @@ class TokenQuantity(StrEnum):
 
     OLD_LOGPROBS = "old_logprobs"
     OLD_ENTROPY = "old_entropy"
+    # Σ p² of the distribution that a token was sampled from.
+    OLD_SQUARES = "old_squares"
     REF_LOGPROBS = "ref_logprobs"
     TEACHER_LOGPROBS = "teacher_logprobs"
     TEACHER_ENTROPY = "teacher_entropy"

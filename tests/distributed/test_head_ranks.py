@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import head_ranks
 from tests.helpers.compare import assert_within
-from tests.helpers.head import HeadProblem, HeadResult, head_problem, nucleus_problem
+from tests.helpers.head import HeadProblem, HeadResult, dense_head, head_problem, nucleus_problem
 from tests.helpers.head_ranks import REGIMES, Collective, HeadCase, HeadCollectives, dense_token_loss
 from tests.helpers.rank_pool import RankPool
 
@@ -50,6 +50,16 @@ def assert_exact(pool: RankPool, cases: Sequence[HeadCase], *, atol: float = 1e-
 RANKS = [(2, 8), (2, 16), (4, 4)]
 # Seven rows in chunks of three: chunks end within a rank's rows, and ranks' rows within a chunk.
 ROW_COUNTS = {2: [None, (4, 3), (1, 6), (0, 7), (7, 0)], 4: [None, (2, 0, 4, 1), (0, 0, 0, 7)]}
+
+
+@pytest.mark.parametrize("rows_per_rank", [8, 16])
+def test_squares(rank_pool: GetPool, rows_per_rank: int) -> None:
+    for problem in (head_problem(), nucleus_problem()):
+        for logprobs, squares in rank_pool(2).run(
+            head_ranks.squares, HeadCase(problem=problem, rows_per_rank=rows_per_rank)
+        ):
+            assert_within("squares", squares, head_ranks.dense_squares(problem), atol=1e-12)
+            assert_within("log-probs", logprobs, dense_head(problem).logprobs, atol=1e-12)
 
 
 @pytest.mark.parametrize("memory_mode", REGIMES)

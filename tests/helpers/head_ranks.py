@@ -194,6 +194,35 @@ def head_collectives(context: RankContext, case: HeadCase, top_k: int) -> HeadCo
     return HeadCollectives(without_graph=without_graph.seen, forward=forward.seen, backward=backward.seen, top=top.seen)
 
 
+def dense_squares(problem: HeadProblem) -> torch.Tensor:
+    """Σ p² of each row, over its nucleus if it has one, from dense float64 logits."""
+    logits = problem.hidden.double() @ problem.weight.double().t() / problem.temperature.double()[:, None]
+    if problem.nucleus is not None:
+        for row, ids in zip(logits, problem.nucleus, strict=True):
+            if (inside := ids[ids >= 0].long()).numel():
+                row[torch.ones_like(row, dtype=torch.bool).index_fill(0, inside, False)] = -torch.inf
+    return logits.softmax(-1).square().sum(-1)
+
+
+def squares_result(case: HeadCase, weight: torch.Tensor, shard: "VocabShard") -> tuple[torch.Tensor, torch.Tensor]:
+    """The head's log-probs of a problem's labels, and its sums of squared probabilities."""
+    from megarl.parallel.head.logprobs import HeadOptions, head_inputs
+    from megarl.parallel.head.statistics import row_statistics
+
+    problem = case.problem
+    options = HeadOptions(temperature=problem.temperature, chunk_tokens=case.chunk_tokens)
+    x = head_inputs(problem.hidden, weight, problem.labels, shard=shard, options=options, nucleus=problem.nucleus)
+    found = row_statistics(x, squares=True)
+    assert found.squares is not None
+    return found.logprobs, found.squares
+
+
+def squares(context: RankContext, case: HeadCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """`squares_result` with the vocabulary spread over all ranks."""
+    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
+    return squares_result(case, *_rank_shard(context, case, group))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopResult:
     """Log-probs of the labels [N], and log-probs and ids [N, k] of the likeliest tokens."""

@@ -83,6 +83,7 @@ def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool =
         "ref_logprobs": near(old, 0.5),
         "teacher_logprobs": 0.8 * old,
         "old_entropy": uniform(0, math.log(VOCAB_SIZE)),
+        "old_squares": uniform(1, 2),
         "hint_logprobs": near(old, 1.5),
         "shuffled_hint_logprobs": near(old, 0.5),
         "hint_kl": uniform(0, 2),

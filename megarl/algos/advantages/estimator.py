@@ -11,7 +11,7 @@ from megarl.algos.masked import kept, require_per_token
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
-from megarl.registry import FunctionRegistry, require_fields
+from megarl.registry import FunctionRegistry, require_fields, require_known
 from megarl.types import ScoredBatch, TokenQuantity
 
 # Name of the detail that holds the reward of the greedy response to a row's prompt.
@@ -50,7 +50,8 @@ class Estimator:
     advantage of all its loss tokens. options: the fields of `AdvantageConfig` that the estimator reads. needs_values:
     whether it reads a critic's values. min_group: the smallest number of samples per prompt it accepts. needs_greedy:
     whether it reads `GREEDY_SCORE`, for which a greedy response to each prompt is generated. reads_rewards: whether it
-    reads the rewards. refuses_negative: whether it fails on rewards below 0.
+    reads the rewards. refuses_negative: whether it fails on rewards below 0. reads: the quantities of a pass before the
+    update that it needs.
     """
 
     raw: RawEstimator = field(kw_only=False)
@@ -61,9 +62,11 @@ class Estimator:
     needs_greedy: bool = False
     reads_rewards: bool = True
     refuses_negative: bool = False
+    reads: Collection[str] = ()
 
     def __post_init__(self) -> None:
         require_fields("options", self.options, AdvantageConfig)
+        require_known("reads", self.reads, [quantity.value for quantity in TokenQuantity])
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
         """Compute advantages and returns, and convert them to the dtype of the rewards."""

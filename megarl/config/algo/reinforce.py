@@ -37,6 +37,10 @@ class AdvantageConfig:
     # gae, turn_returns: which rewards a token of a conversation that branches gets. written: all that came later;
     # path: those of the turns that go on from it. See docs/algorithms/advantages.md.
     credit: Literal["written", "path"] = "written"
+    # otb: which rows of a group are compared: those that have a token at this place of the response, or as many loss
+    # tokens before it (where tools answer, these differ).
+    places: Literal["response", "loss"] = "response"
+    weight_cap: float | None = setting(None, POSITIVE)  # otb: count tokens by min(ρ, this)²; null: all alike.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

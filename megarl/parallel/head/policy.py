@@ -27,7 +27,7 @@ from megarl.parallel.head.memory_mode import HeadMemoryMode, choose_memory_mode
 from megarl.parallel.head.pairs import TokenPairs, pair_statistics
 from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.rows import RowOwners, uneven_owners
-from megarl.parallel.head.statistics import VocabShard
+from megarl.parallel.head.statistics import VocabShard, row_statistics
 from megarl.parallel.packing import Pack
 from megarl.types.messages import Teaching
 
@@ -40,7 +40,8 @@ class HeadRequest:
     loss is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the
     responses of the first half after other prompts; also compute the KLs between both. states_only: answer the hidden
     states that predict labels instead. top_k: also answer the likeliest tokens. common: answer distributions over so
-    many first tokens of the vocabulary; None: over all. teaching: also compare with a teacher.
+    many first tokens of the vocabulary; None: over all. squares: also answer Σ p² of each distribution, without
+    gradients. teaching: also compare with a teacher.
     """
 
     temperature: float
@@ -52,6 +53,7 @@ class HeadRequest:
     states_only: bool = False
     top_k: int | None = None
     common: int | None = None
+    squares: bool = False
     teaching: Teaching | None = None
 
     def options(self) -> HeadOptions:
@@ -69,6 +71,15 @@ class TokenStates:
     """The hidden states that predict the labels: [N, H], or this rank's part of them under sequence parallelism."""
 
     hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSquares:
+    """Log-probs and entropies [N] as in `TokenLogprobs`, and Σ p² [N] over what each label was sampled from."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    squares: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +115,7 @@ class PolicyHead:
         request: HeadRequest,
         loss_gradients: LossGradients | None,
         teacher: TeacherLogits | None = None,
-    ) -> TokenLogprobs | TokenPairs | TokenStates | TopTokens | DistilledLogprobs:
+    ) -> TokenLogprobs | TokenPairs | TokenStates | TokenSquares | TopTokens | DistilledLogprobs:
         """Compute the log-probs of the labels under the loss mask, from hidden states [T, 1, H] ([T/tp, 1, H] with
         sequence parallelism).
 
@@ -121,6 +132,8 @@ class PolicyHead:
             return self._likeliest(own, counts, pack, request, request.top_k)
         if request.paired:
             return self._pairs(own, counts, pack, request)
+        if request.squares:
+            return self._squares(own, counts, pack, request)
         memory_mode = HeadMemoryMode.RECOMPUTE
         if torch.is_grad_enabled():
             itemsize = 4 if request.fp32_logits else self.weight.element_size()
@@ -166,6 +179,17 @@ class PolicyHead:
             hidden, self.weight, pack.labels, shard=shard, top_k=top_k, options=options
         )
         return TopTokens(logprobs=plain.logprobs, entropy=plain.entropy, top_ids=top.ids, top_logprobs=top.logprobs)
+
+    @torch.no_grad()
+    def _squares(
+        self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest
+    ) -> TokenSquares:
+        hidden, options = RowOwners(group=self.shard.group, counts=counts).gather(own), self._options(request)
+        shard = self.shard.first(request.common)
+        x = head_inputs(hidden, self.weight, pack.labels, shard=shard, options=options, nucleus=pack.nucleus)
+        found = row_statistics(x, squares=True)
+        assert found.squares is not None
+        return TokenSquares(logprobs=found.logprobs, entropy=found.entropy, squares=found.squares)
 
     @staticmethod
     def _likely(pack: Pack, teaching: Teaching) -> TopLogits | RecordedHead:

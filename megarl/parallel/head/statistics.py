@@ -148,7 +148,7 @@ class RowStatistics:
     """The log-prob, entropy and lse (log-sum-exp) of each token: [N] each, in nats.
 
     lse and entropy are over the whole vocabulary. nucleus_lse: the lse over the tokens that the label was sampled from,
-    by which its log-prob is normalised; `lse` itself without a nucleus.
+    by which its log-prob is normalised; `lse` itself without a nucleus. squares: Σ p² over these tokens, if asked for.
     """
 
     logprobs: torch.Tensor
@@ -156,6 +156,7 @@ class RowStatistics:
     lse: torch.Tensor
     nucleus_lse: torch.Tensor
     top: TopLogprobs | None = None
+    squares: torch.Tensor | None = None
 
 
 def write_chunk_statistics(
@@ -190,21 +191,40 @@ def top_of_chunk(
     return parts
 
 
-def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: int = 0) -> RowStatistics:
+def doubled_lse(x: HeadInputs, rows: slice, logits: torch.Tensor) -> torch.Tensor:
+    """Return the local lse [n] of 2z of a chunk, over the tokens that each label was sampled from; −∞ over none."""
+    found = x.inverse_temperature.new_full((3, len(logits)), -torch.inf)
+    if x.shard.size:
+        x.kernels.statistics(logits, 2 * x.inverse_temperature[rows], x.labels[rows], found)
+    if x.nucleus is None or not x.shard.size:
+        return found[0]
+    return (2 * x.of_nucleus(rows, logits)[1]).logsumexp(1).where(x.nucleus[rows, 0] >= 0, found[0])
+
+
+def row_statistics(
+    x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: int = 0, squares: bool = False
+) -> RowStatistics:
     """Compute the statistics of all tokens, chunk by chunk. `kept` [N, shard.size], if given, receives the raw logits.
 
-    top_k: how many most likely tokens to find per position; they are exchanged in the same all-gather.
+    top_k: how many most likely tokens to find per position; they are exchanged in the same all-gather. squares: whether
+    to find Σ p² = exp(lse(2z) − 2·lse(z)); it takes a second pass over the logits, and one more number in the exchange.
     """
     own = x.num_statistics
     assert not (top_k and own > 3), "the most likely tokens are found for whole distributions only"
-    parts = torch.empty(own + 2 * top_k, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
+    parts = torch.empty(own + 2 * top_k + squares, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
     buffer = x.buffer(min(x.chunk_tokens, len(x.hidden))) if kept is None else kept
     for rows in x.chunks():
         logits = x.write_logits(rows, buffer if kept is None else kept[rows])
         write_chunk_statistics(x, rows, logits, parts[:own, rows])
         if top_k:
             parts[own:, rows] = top_of_chunk(logits, x.inverse_temperature[rows], x.shard, top_k)
-    return combine(gather_parts(parts, x.shard.group), x.nucleus)
+        if squares:
+            parts[-1, rows] = doubled_lse(x, rows, logits)
+    gathered = gather_parts(parts, x.shard.group)
+    if not squares:
+        return combine(gathered, x.nucleus)
+    found = combine(gathered[:, :-1], x.nucleus)
+    return replace(found, squares=(gathered[:, -1].logsumexp(0) - 2 * found.nucleus_lse).exp())
 
 
 def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

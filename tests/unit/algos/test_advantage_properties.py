@@ -78,6 +78,7 @@ def inputs(draw: st.DrawFn) -> Inputs:
         return torch.randint(low, high, (num_rows, width), generator=generator).double()
 
     quantities = {"values": grid(-8, 9) / 4, "kl_penalty": grid(0, 3) / 8, "demonstration": grid(0, 2)}
+    quantities |= {"old_logprobs": -grid(1, 9) / 4, "old_squares": grid(4, 8) / 8}
     rewards = [q / 4 for q in quarters]
     return Inputs(uids=uids, rewards=rewards, mask=grid(0, 3).bool(), quantities=quantities, greedy=rewards[::-1])
 
@@ -139,6 +140,7 @@ def test_float32_agrees_with_float64(cfg: AdvantageConfig) -> None:
     mask = torch.rand(6, 5, generator=generator) < 0.8
     rewards = torch.tensor([1.0, 0.5, 2.0, 0.75, 1.0, 1.0])
     quantities = {"values": torch.randn(6, 5, generator=generator), "kl_penalty": torch.full((6, 5), 0.0625)}
+    quantities |= {"old_logprobs": torch.full((6, 5), -0.5), "old_squares": torch.full((6, 5), 0.75)}
 
     def run(dtype: torch.dtype) -> Estimate:
         batch = ScoredBatch(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.algos.advantages.token_baseline import token_baseline
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.batch_statistics import effective_sample_size, high_entropy
 from megarl.algos.corrections import CorrectionInputs, compute_correction
@@ -151,6 +152,17 @@ def test_statistics(seed: int, count: int) -> None:
         entropy = oracle.token_entropy(case.old_logits)
         for share in (0.2, 0.5):
             assert high_entropy(entropy, case.mask, share).equal(oracle.high_entropy_keep(entropy, case.mask, share))
+        sigma, energy = oracle.otb_sigma(case.old_logits), oracle.otb_energy(case.old_logits, case.tokens)
+        torch.testing.assert_close(1 - 2 * case.old.exp() + sigma, energy, rtol=RELATIVE, atol=1e-15)
+        for by_count in (False, True):
+            weights = torch.where(case.mask, energy * case.rho_bar**2, 0.0).cumsum(-1)
+            found = token_baseline(
+                case.returns, weights, case.mask, list(map(str, case.groups.tolist())), count_loss_tokens=by_count
+            )
+            expected = oracle.otb_baseline(
+                case.returns, energy, case.mask, case.groups, case.rho_bar, multi_turn=by_count
+            )
+            torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=1e-12)
         # Rows without loss tokens do not count here; there they have the weight 1.
         rows = case.mask.any(-1)
         if rows.any():
