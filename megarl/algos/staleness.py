@@ -56,22 +56,31 @@ def _added(sums: npt.NDArray[Any], more: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def drift_metrics(lag: Tensor, sampled: Tensor, *, rollout_logprobs: Tensor, old_logprobs: Tensor) -> dict[str, float]:
     """Compute how far the updates since a token was sampled have moved its log-prob, by lag; [B, T] each.
 
-    drift_abs_mean_lag_{k}, k ≥ 1: the mean of |old_logprobs − rollout_logprobs| in nats over sampled tokens of lag k,
-    for every k that occurs.
+    drift_abs_mean_lag_{k}, k ≥ 1: the mean of |d|, d = old_logprobs − rollout_logprobs in nats, over sampled tokens of
+    lag k, for every k that occurs. If tokens are both fresh and stale, two root mean squares split the gap: gap_engine
+    is that of d over fresh tokens, and gap_staleness² is the mean of d² over stale ones minus gap_engine², at least 0,
+    as what the engine does and what updates do are uncorrelated.
 
     >>> lag, both, zeros = tensor([[1.0, 0.0]]), tensor([[True, True]]), tensor([[0.0, 0.0]])
-    >>> drift_metrics(lag, both, rollout_logprobs=zeros, old_logprobs=zeros - 0.5)
-    {'staleness/drift_abs_mean_lag_1': 0.5}
+    >>> found = drift_metrics(lag, both, rollout_logprobs=zeros, old_logprobs=tensor([[-0.5, 0.3]]))
+    >>> [round(value, 3) for value in found.values()]
+    [0.5, 0.3, 0.4]
     """
-    counts, sums = np.zeros(1, np.int64), np.zeros(1)
+    counts, sums, squares = np.zeros(1, np.int64), np.zeros(1), np.zeros(1)
     for rows in row_blocks(lag):
         marks = sampled[rows].numpy()
         lags = lag[rows].numpy()[marks].astype(np.int64)
         drift = np.abs(np.subtract(old_logprobs[rows].numpy(), rollout_logprobs[rows].numpy(), dtype=np.float64))
         counts, sums = _added(counts, np.bincount(lags)), _added(sums, np.bincount(lags, weights=drift[marks]))
+        squares = _added(squares, np.bincount(lags, weights=drift[marks] ** 2))
     found = {
         f"drift_abs_mean_lag_{k}": total / count
         for k, (count, total) in enumerate(zip(counts.tolist(), sums.tolist(), strict=True))
         if k and count
     }
+    num_stale = counts[1:].sum()
+    if counts[0] and num_stale:
+        engine = squares[0] / counts[0]
+        found["gap_engine"] = float(np.sqrt(engine))
+        found["gap_staleness"] = float(np.sqrt(np.maximum(squares[1:].sum() / num_stale - engine, 0.0)))
     return {f"staleness/{name}": value for name, value in found.items()}
