@@ -66,12 +66,22 @@ def teacher_roles(config: Config) -> list[RoleSpec]:
 def reference_role(config: Config) -> RoleSpec:
     """Return the role of the frozen reference model, for runs that read its log-probs.
 
-    If the actor trains adapters on the same model in the same layout, the reference is the actor without them.
+    If the actor trains adapters on the same model in the same layout, the reference is the actor without them. One that
+    is reset is an average that moves all the way to the actor, now and then.
     """
     settings = role_settings(config)[Role.REFERENCE]
     model = _model(config, config.reference.model_path)
     base_of = _base_of(config, model, settings.layout)
-    return RoleSpec(role=Role.REFERENCE, model=model, settings=settings, trainable=False, base_of=base_of)
+    every = config.algo.kl.reset_every_steps
+    return RoleSpec(
+        role=Role.REFERENCE,
+        model=model,
+        settings=settings,
+        trainable=False,
+        base_of=base_of,
+        update_rate=None if every is None else 1.0,
+        update_every=every or 1,
+    )
 
 
 def reward_role(config: Config) -> RoleSpec:

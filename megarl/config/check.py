@@ -205,6 +205,18 @@ def check_role_layouts(config: Config) -> None:
             )
 
 
+def check_reference_reset(config: Config) -> None:
+    """Raise ConfigError for a reference that cannot become the policy: each rank copies the weights that it holds."""
+    own, actor, every = config.reference, config.actor, config.algo.kl.reset_every_steps
+    given = {"reference.model_path": own.model_path, "reference.layout": own.layout, "actor.lora": actor.lora}
+    for key, got in given.items():
+        if every is not None and got not in (None, config.model.path, actor.layout):
+            raise ConfigError(
+                f"algo.kl.reset_every_steps: got {every} with {key}, but only a whole model on the actor's ranks "
+                f"can become the policy; set {key}=null"
+            )
+
+
 def check_actor_trains(config: Config) -> None:
     """Raise ConfigError if the critic alone is trained in all steps; total_steps=0 is allowed."""
     trainer, critic = config.trainer, config.critic
@@ -275,6 +287,7 @@ check_train = CommandCheck(
         check_group_scores,
         check_policy_judges,
         check_role_layouts,
+        check_reference_reset,
         check_reward_model,
         check_distill,
         check_written,

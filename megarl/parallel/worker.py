@@ -154,11 +154,13 @@ class RankWorker:
         result = optimizer_step(loaded, request)
         metrics = dict(result.metrics)
         for role, other in self.roles.items():
-            if other.average is not None and request.role is Role.ACTOR:
+            is_due = request.step % other.spec.update_every == 0
+            if other.average is not None and request.role is Role.ACTOR and is_due:
                 self._role(role, Part.PARAMS)
                 loaded.settle()
                 other.average.follow(loaded.chunks)
-                metrics["distill/teacher_distance"] = other.average.distance(loaded.chunks)
+                if role.kind is Role.TEACHER:
+                    metrics["distill/teacher_distance"] = other.average.distance(loaded.chunks)
         return replace(result, metrics=metrics)
 
     def discard(self, role: Role) -> None:

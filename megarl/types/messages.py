@@ -63,7 +63,8 @@ class RoleSpec:
     whose frozen weights are this one's, too. With adapters, this one has memory for these alone; without, it has none,
     and the other's are switched off when it computes. in_update_of: the role in whose update this one computes too,
     instead of a pass of its own. update_rate: by which share of the way its weights, or its adapters alone, move to the
-    actor's after each of the actor's optimizer steps; None: they stay.
+    actor's after each of the actor's optimizer steps; None: they stay. update_every: they move in the steps whose
+    number it divides.
     """
 
     role: Role
@@ -74,6 +75,7 @@ class RoleSpec:
     base_of: Role | None = None
     in_update_of: Role | None = None
     update_rate: float | None = None
+    update_every: int = 1
 
     @property
     def changes(self) -> bool:

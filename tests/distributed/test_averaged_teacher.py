@@ -121,6 +121,19 @@ def test_a_teacher_is_the_average_of_the_actor_and_resumes_to_the_bit(
         assert_same(history(pool.run(follow, moved), "teacher", shapes)[0], expected[STEPS - 1])
 
 
+def test_weights_that_move_all_the_way_every_second_step(rank_pool: Pools, checkpoint: Callable[..., Path]) -> None:
+    """As a reference that is reset; in the steps between, it stays."""
+    model = checkpoint(tied=True)
+    actor, other = roles_of(model, "tp2-sp", rate=1.0)
+    case = case_of((actor, replace(other, update_every=2)), count=5)
+    case = replace(case, requests=[replace(each, step=step) for step, each in enumerate(case.requests, start=1)])
+    by_rank, shapes = rank_pool(2).run(follow, case), read_model_spec(model).expected_tensors()
+    policy, follower = (history(by_rank, role, shapes) for role in ("actor", "teacher"))
+    for step, taken in enumerate((0, 0, 2, 2, 4, 4)):
+        assert_same(follower[step], policy[taken])
+    assert not torch.equal(policy[2]["model.norm.weight"], policy[4]["model.norm.weight"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "other"), [("tp2-sp", "pp2"), ("dp2", "tp2-sp")])
 def test_with_adapters_these_alone_are_averaged(

@@ -93,6 +93,8 @@ class KLConfig:
     # both: estimator of the penalty in the loss; the settings above are then those of the penalty in the reward.
     loss_estimator: str = "k3"
     loss_coef: float = setting(0.001, AT_LEAST_0)  # both: constant coefficient of the penalty in the loss.
+    # Replace the reference by the policy at the end of every so many steps (ProRL); null: it stays as it is.
+    reset_every_steps: int | None = setting(None, AT_LEAST_1)
 
     def check(self, key: str) -> None:
         """Raise ConfigError for settings that no penalty reads, and for a coefficient that cannot move."""

@@ -37,6 +37,13 @@ def test_what_is_left_open_is_the_actors() -> None:
     assert (critic.settings.optimizer.lr, actor.settings.optimizer.lr) == (1e-5, 1e-6)
 
 
+def test_a_reference_that_is_reset_moves_all_the_way_in_some_steps() -> None:
+    resets = {"algo": {"kl": {"where": "loss", "reset_every_steps": 40}}}
+    reference = roles(resets, TokenQuantity.REF_LOGPROBS)[Role.REFERENCE]
+    assert (reference.update_rate, reference.update_every, reference.changes) == (1.0, 40, True)
+    assert reference.is_beside(Role.ACTOR)
+
+
 def test_who_is_on_the_base_of_an_actor_with_adapters() -> None:
     """A reference without adapters and a critic with some, if model and layout are the actor's."""
     needed, lora = (TokenQuantity.VALUES, TokenQuantity.REF_LOGPROBS), {"lora": {"rank": 8}}

@@ -65,6 +65,18 @@ def config(**sections: Any) -> Config:
             "critic.micro_batch_tokens: got 127, expected >= 128 (data.max_prompt_tokens=100 + "
             "rollout.max_response_tokens=28), or the longest row fits no micro-batch; raise it or shorten the two",
         ),
+        *(
+            (
+                {**sections, "algo": {"kl": {"where": "loss", "reset_every_steps": 5}}},
+                f"algo.kl.reset_every_steps: got 5 with {key}, but only a whole model on the actor's ranks can "
+                f"become the policy; set {key}=null",
+            )
+            for key, sections in {
+                "reference.model_path": {"reference": {"model_path": "models/other"}},
+                "reference.layout": {"reference": {"layout": {"tp": 2}}},
+                "actor.lora": {"actor": {**RUN["actor"], "lora": {"rank": 4}}},
+            }.items()
+        ),
         (
             {"critic": {"warmup_steps": 21}},
             "critic.warmup_steps: got 21, expected <= trainer.total_steps=20, or the actor never trains; shorten it or "
