@@ -111,12 +111,12 @@ def flex_obstacle(spec: "ModelSpec") -> str | None:
     return next((what for what, found in obstacles.items() if found), None)
 
 
-def attends_by_blocks(settings: "ActorConfig", spec: "ModelSpec") -> bool:
-    """Return whether the attention of packs is `PathAttention`."""
+def attends_by_blocks(settings: "ActorConfig", spec: "ModelSpec", *, gathers: bool = True) -> bool:
+    """Return whether packs have `PathAttention`. gathers: whether Transformer Engine attends to gathered keys here."""
     wanted = settings.prefix_attention
     if wanted is None:
         here = platform().name
-        local = here == "cuda" and not BACKENDS[here].uses_transformer_engine
+        local = here == "cuda" and not (BACKENDS[here].uses_transformer_engine and gathers)
         able = flex_obstacle(spec) is None and find_spec("triton") is not None
         wanted = "flex" if local and able else "gathered"
     return wanted == "flex" and shares_prefixes(settings)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.host.device.platform import platform
 from megarl.parallel.backend import attends_by_blocks, packs_attention, shares_prefixes
+from megarl.parallel.gathered_attention import gathering_obstacle
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits
 from megarl.parallel.head.logprobs import TokenLogprobs
@@ -65,6 +67,7 @@ class PackedModel(GPTModel):
         vp_stage: int | None,
         shares: bool,
         by_blocks: bool,
+        packs_all: bool,
         has_adapters: bool,
     ) -> None:
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
@@ -74,6 +77,7 @@ class PackedModel(GPTModel):
             vp_stage,
             shares_prefixes=shares,
             by_blocks=by_blocks,
+            packs_all=packs_all,
             has_adapters=has_adapters,
         )
         super().__init__(
@@ -91,14 +95,8 @@ class PackedModel(GPTModel):
             vp_stage=vp_stage,
         )
         if spec.dims.latent is None:
-            # Use the frequencies that the model was trained with; latent attention computes its own from its options.
-            assert not isinstance(spec.rope_scaling, YarnRope)
-            inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
-            if (local := spec.local_rope) is not None:
-                # `LayerAttention` takes its part of both.
-                dimensions = torch.arange(0, spec.dims.head_dim, 2, dtype=torch.float32, device=inv_freq.device)
-                inv_freq = torch.cat([inv_freq, 1.0 / local.theta ** (dimensions / spec.dims.head_dim)])
-            self.rotary_pos_emb.inv_freq = inv_freq
+            # Latent attention computes its own from its options.
+            self.rotary_pos_emb.inv_freq = _frequencies(spec, self.rotary_pos_emb.inv_freq)
         if (experts := spec.dims.experts) is not None and experts.routing is not None:
             # Megatron has no option for the number of best experts by which a group of experts is scored.
             for layer in moe_layers([self]):
@@ -109,7 +107,9 @@ class PackedModel(GPTModel):
             self.embedding.register_forward_hook(lambda *call: call[-1] * factor)
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.shares_prefixes, self.plans_blocks = shares, by_blocks
-        packed = [packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in range(spec.dims.num_layers)]
+        packed = [
+            packs_all or packs_attention(spec.attention_of(i), cp=layout.config.cp) for i in range(spec.dims.num_layers)
+        ]
         self.plans_attention = spec.dims.delta is not None or (any(packed) and not by_blocks)
         self.gathers_keys = not (all(packed) or by_blocks)
         self.vocab_shard = vocab_shard(layout.tp_group, num_rows // layout.config.tp, spec.dims.vocab)
@@ -140,6 +140,17 @@ class PackedModel(GPTModel):
         rows = pack.scatter(values)
         group = self.layout.cp_group
         return reduce_from_tensor_model_parallel_region(rows, group=group) if group.size() > 1 else rows
+
+
+def _frequencies(spec: ModelSpec, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return the frequencies of rope that a model was trained with, given those that Megatron computed."""
+    assert not isinstance(spec.rope_scaling, YarnRope)
+    inv_freq = spec.rope_scaling.scale(inv_freq)
+    if (local := spec.local_rope) is None:
+        return inv_freq
+    # `LayerAttention` takes its part of both.
+    dimensions = torch.arange(0, spec.dims.head_dim, 2, dtype=torch.float32, device=inv_freq.device)
+    return torch.cat([inv_freq, 1.0 / local.theta ** (dimensions / spec.dims.head_dim)])
 
 
 class PolicyModel(PackedModel):
@@ -287,20 +298,34 @@ def build_model(
     base: chunks of the same model in the same layout, whose memory these have for all that both have.
     """
     config = transformer_config(spec, getattr(torch, model.dtype), actor, layout, batch_invariant=batch_invariant)
-    virtual = layout.config.virtual_pp
-    chunks = [
-        HEADS[head](
-            spec=spec,
-            layout=layout,
-            config=config,
-            vocab_multiple=model.vocab_multiple,
-            vp_stage=stage,
-            shares=shares_prefixes(actor),
-            by_blocks=attends_by_blocks(actor, spec),
-            has_adapters=actor.lora is not None,
-        )
-        for stage in (range(virtual) if virtual > 1 else (None,))
-    ]
+    virtual, shares = layout.config.virtual_pp, shares_prefixes(actor)
+
+    def build(*, gathers: bool) -> list[PackedModel]:
+        by_blocks = attends_by_blocks(actor, spec, gathers=gathers)
+        return [
+            HEADS[head](
+                spec=spec,
+                layout=layout,
+                config=config,
+                vocab_multiple=model.vocab_multiple,
+                vp_stage=stage,
+                shares=shares,
+                by_blocks=by_blocks,
+                packs_all=not (gathers or by_blocks),
+                has_adapters=actor.lora is not None,
+            )
+            for stage in (range(virtual) if virtual > 1 else (None,))
+        ]
+
+    chunks = build(gathers=True)
+    gathers = shares and any(each.gathers_keys for each in chunks)
+    if gathers and (obstacle := gathering_obstacle(chunks, layout.schedule_groups)) is not None:
+        # Freed before others are made.
+        chunks.clear()
+        chunks = build(gathers=False)
+        kernel = "FlexAttention" if chunks[0].plans_blocks else "scaled_dot_product_attention"
+        what = "Transformer Engine cannot attend to prefixes that rows share"
+        warnings.warn(f"{what}, so torch's {kernel} does: {obstacle}; or set share_prefixes=false", stacklevel=2)
     for chunk in chunks:
         chunk.to(platform().device())
         # No checkpoint fills the padding of the vocabulary, which must not keep random weights.

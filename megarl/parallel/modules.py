@@ -33,12 +33,14 @@ def block_spec(
     *,
     shares_prefixes: bool = False,
     by_blocks: bool = False,
+    packs_all: bool = False,
     has_adapters: bool = False,
 ) -> TransformerBlockSubmodules:
     """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device.
 
     shares_prefixes: whether rows do, for which Transformer Engine's attention gathers keys. by_blocks: whether
-    attention is `PathAttention` instead. has_adapters: whether linear layers get some, which read what norms return.
+    attention is `PathAttention` instead; packs_all: whether it is megarl's in all layers. has_adapters: whether linear
+    layers get some, which read what norms return.
     """
     if not BACKENDS[platform().name].uses_transformer_engine:
         return local_block_spec(spec, config, vp_stage, by_blocks=by_blocks)
@@ -57,7 +59,7 @@ def block_spec(
         if attention is Layers.LINEAR:
             continue
         self_attention = layer.submodules.self_attention
-        if by_blocks or packs_attention(options, cp=config.context_parallel_size):
+        if by_blocks or packs_all or packs_attention(options, cp=config.context_parallel_size):
             self_attention.submodules.core_attention = _own_attention(options, by_blocks)
         elif shares_prefixes:
             self_attention.submodules.core_attention = gathering_attention()

@@ -29,7 +29,7 @@ from tests.helpers.forests import forest_errors, random_tree
 from tests.helpers.hf_models import make_model
 from tests.helpers.path_kernels import path_errors, random_paths
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.te_reference import install
+from tests.helpers.te_reference import forests_despite, install
 
 __all__ = ["reference"]
 
@@ -113,3 +113,25 @@ def test_trees_equal_rows_apart(te_pool: GetPool, tmp_path: Path, name: str, lay
     model, actor, trees = trees_of(tmp_path, name, layout)
     found = te_pool(actor.layout.world_size).run(forest_errors, model, actor, trees, whole=False)
     assert np.array(found).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("absent", "ValueError: No dot product attention backend is available for the provided inputs."),
+        ("wrong", "its results are off by 10.0%"),
+        ("lost", "its results are off by nan%"),
+    ],
+)
+def test_another_kernel_attends_where_fused_attention_does_not(
+    te_pool: GetPool, tmp_path: Path, fault: str, why: str
+) -> None:
+    model, actor, trees = trees_of(tmp_path, "qwen3", "tp1")
+    ((found, warned),) = te_pool(1).run(forests_despite, fault, model, actor, trees, whole=False)
+    assert np.array(found).max() <= 1e-5
+    (line,) = warned
+    beginning = (
+        "Transformer Engine cannot attend to prefixes that rows share, so torch's scaled_dot_product_attention does"
+    )
+    assert line.startswith(f"{beginning}: {why}")
+    assert "\n" not in line

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 
@@ -282,3 +282,26 @@ def install(context: RankContext) -> None:
     torch.cuda.is_available = lambda: True
     torch.Tensor.is_cuda = True  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False
+
+
+def forests_despite(
+    context: RankContext, fault: str, *arguments: Any, **named: Any
+) -> tuple[list[tuple[float, float]], list[str]]:
+    """What `forest_errors` gives where fused attention is absent or wrong, and what was warned of."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    from tests.helpers.forests import forest_errors
+
+    # It remembers what it chose for the same rows.
+    dot_product_attention._attention_backends["backend_selection_requires_update"] = True
+    compiled = sys.modules["transformer_engine_torch"]
+    none = compiled.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    faults: dict[str, dict[str, Any]] = {
+        "absent": {"get_fused_attn_backend": lambda _: (none, "not on this device")},
+        "lost": {"fused_attn_bwd": lambda *a: [fused_attn_bwd(*a)[0], a[20] * torch.nan, a[21], None, None]},
+        "wrong": {"fused_attn_fwd": lambda *a: [fused_attn_fwd(*a)[0] * 1.1, torch.zeros(1), torch.zeros(2)]},
+    }
+    with patch.multiple(compiled, **faults[fault]), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = forest_errors(context, *arguments, **named)
+    return found, [str(each.message) for each in caught if "prefixes" in str(each.message)]

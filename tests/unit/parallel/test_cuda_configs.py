@@ -182,6 +182,9 @@ def test_flex_attention_is_chosen_without_transformer_engine(
     spec: Any = SimpleNamespace(dims=SimpleNamespace(latent=None, head_dim=64), score_cap=None if suits else 50.0)
     shared = ActorConfig(share_prefixes=True, prefix_attention=wanted)
     assert backend.attends_by_blocks(shared, spec) is expected
+    # Where Transformer Engine has no kernel for them either.
+    able = wanted == "flex" or (wanted is None and suits and triton)
+    assert backend.attends_by_blocks(shared, spec, gathers=False) is able
     assert not backend.attends_by_blocks(replace(shared, share_prefixes=False), spec)
     assert not backend.attends_by_blocks(replace(shared, share_prefixes=None, layout=LayoutConfig(cp=2)), spec)
 
