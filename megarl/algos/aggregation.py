@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from torch import Tensor
-
 from megarl.algos.masked import masked_sum, row_means
+from megarl.config.torch_later import Tensor
 from megarl.registry import FunctionRegistry
 from megarl.types import Row
 

@@ -7,10 +7,9 @@ layouts do not matter. Public code often takes those of a micro-batch.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import Row
 
 # Name of the quantity with ln ρ = old − rollout of the tokens that the engine sampled, and 0 elsewhere.

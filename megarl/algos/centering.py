@@ -22,12 +22,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algos.masked import kept, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES, PolicyLossInputs, PolicyLossTerms
 from megarl.config.algo import PolicyLossConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import DataError, RunError
 from megarl.types import Advantages, Row, ScoredBatch
 from megarl.types.objectives import HeadProbs

@@ -3,9 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from megarl.algos import centering, cpo, distill, off_policy_losses  # noqa: F401 - the last one fills a registry
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
@@ -24,6 +21,7 @@ from megarl.algos.token_losses import token_losses, trained_rows
 from megarl.algos.token_rewards import KL_PENALTY
 from megarl.algos.validate import check_algo_config
 from megarl.config.algo import AlgoConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import (
     Advantages,
     AlgoState,

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from megarl.algos.masked import BlockSums, masked_sum, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO
+from megarl.config.torch_later import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

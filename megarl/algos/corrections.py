@@ -11,14 +11,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from megarl.algos.batch_statistics import within_second_moment
 from megarl.algos.correction_metrics import RatioSums, ratio_sums
 from megarl.algos.masked import row_blocks, row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO
 from megarl.config.algo import AlgoConfig, CorrectionConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import NonFiniteError
 from megarl.registry import FunctionRegistry, require_fields
 

@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algos.masked import masked_sum
 from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.config.algo import PolicyLossConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.seeds import sample_seed
 
 # Name of the quantity that is 1 on the chosen tokens and 0 elsewhere.

@@ -11,15 +11,13 @@ A teacher may be the policy itself with a hint in its prompt. Then log q − log
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
 from megarl.algos.corrections import CORRECTION, CORRECTIONS
 from megarl.algos.cpo import EXCLUDED
 from megarl.algos.masked import kept, masked_sum
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import returns_to_go
 from megarl.config.algo import AlgoConfig, DistillConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import Advantages, PolicyOutputs, RowBatch, ScoredBatch, TokenQuantity
 
 # Name of the quantity with log q − log p of tokens whose advantages have it already.

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from torch import Tensor
-
 from megarl.algos.masked import row_means
 from megarl.config.algo import KLConfig
+from megarl.config.torch_later import Tensor
 from megarl.errors import NonFiniteError
 from megarl.registry import FunctionRegistry, Registry
 from megarl.types import AlgoState

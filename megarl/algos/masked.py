@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from megarl.config.torch_later import Tensor, torch
 from megarl.types.batches import BLOCK_TOKENS
 
 
@@ -89,7 +88,7 @@ class GroupStats:
     std: Tensor
 
 
-def group_index(uids: Sequence[str], device: torch.device) -> tuple[Tensor, int]:
+def group_index(uids: Sequence[str], device: "torch.device") -> tuple[Tensor, int]:
     """Return the group number of each row [B], and how many groups there are.
 
     >>> index, num_groups = group_index("aba", torch.device("cpu"))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from torch import Tensor
 
 from megarl.algos.kl import MAX_EXPONENT, MAX_K3
 from megarl.algos.masked import BlockSums
+from megarl.config.torch_later import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,9 @@
 """Handle groups in which some samples start with a demonstration: weigh advantages, mask tokens, log metrics."""
 
-import torch
-from torch import Tensor
-
 from megarl.algos.masked import group_stats, masked_sum
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import OffPolicyConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import RowBatch, ScoredBatch
 
 

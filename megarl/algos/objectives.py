@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
-from torch import Tensor
-
 from megarl.algos.aggregation import count_rows
 from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.corrections import CORRECTION
@@ -17,6 +15,7 @@ from megarl.algos.masked import kept, masked_sum, require_per_token
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.algos.sft import SftAlgorithm, weighted
 from megarl.config.algo import PolicyLossConfig
+from megarl.config.torch_later import Tensor
 from megarl.registry import unknown_name
 from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch
 

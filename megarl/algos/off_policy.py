@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algos.aggregation import RowCounts
 from megarl.algos.policy_losses import PolicyLossInputs, clipped_surrogate
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.algos.reshape import demonstration_reshape, ratio_reshape
 from megarl.config.algo import OffPolicyConfig, PolicyLossConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import Row
 
 # Added to the demonstrator's probabilities before dividing by them.

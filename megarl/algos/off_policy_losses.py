@@ -10,9 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from megarl.algos.policy_losses import (
     MAX_LOG_RATIO,
     POLICY_LOSSES,
@@ -22,6 +19,7 @@ from megarl.algos.policy_losses import (
     token_ratio,
 )
 from megarl.config.algo import PolicyLossConfig
+from megarl.config.torch_later import Tensor, torch
 
 # The cap of CTPO's cumulative log-ratios, from above only.
 _MAX_CUMULATIVE = 10.0

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Literal, TypeAlias
-
-import torch
-from torch import Tensor
 
 from megarl.algos.masked import kept, require_per_token, row_means
 from megarl.config.algo import PolicyLossConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.registry import FunctionRegistry, require_fields, require_known
 from megarl.types.objectives import HeadMeasure
 
@@ -86,7 +85,7 @@ class PolicyLoss:
     token_local: bool = True
     row_ratio: bool = False
     chooses: Literal["largest", "drawn"] | None = None
-    tuned_clip: float = torch.inf
+    tuned_clip: float = inf
     clip_note: str = ""
     takes_weights: bool = False
     measure: Callable[[PolicyLossConfig], HeadMeasure] | None = None

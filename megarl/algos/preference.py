@@ -4,12 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from megarl.algos.masked import masked_sum, per_row
 from megarl.config.schema import TrainPreferenceConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.registry import FunctionRegistry, refuse_unused, require_fields
 from megarl.types import (
     PAIRS,
@@ -64,7 +61,7 @@ class BradleyTerry:
                 "score_rejected": rejected.sum(),
             }
         return LossSums(
-            objective={PAIRS: F.softplus(margin - difference).sum()},
+            objective={PAIRS: torch.nn.functional.softplus(margin - difference).sum()},
             metrics={PAIRS: {f"reward_model/{name}": value for name, value in parts.items()}},
         )
 
@@ -121,7 +118,7 @@ def dpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     0.3133
     """
     rewards = cfg.beta * pairs.log_ratios
-    return PairLosses(losses=-F.logsigmoid(rewards[0] - rewards[1]), rewards=rewards)
+    return PairLosses(losses=-torch.nn.functional.logsigmoid(rewards[0] - rewards[1]), rewards=rewards)
 
 
 @PREFERENCE_LOSSES.register("ipo", reads=(TokenQuantity.REF_LOGPROBS,))
@@ -166,7 +163,7 @@ def orpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
     """
     means = (pairs.logprobs / pairs.num_tokens).clamp(max=_MAX_MEAN_LOGPROB)
     log_odds = means - torch.log(-torch.expm1(means))
-    losses = -means[0] - cfg.beta * F.logsigmoid(log_odds[0] - log_odds[1])
+    losses = -means[0] - cfg.beta * torch.nn.functional.logsigmoid(log_odds[0] - log_odds[1])
     return PairLosses(losses=losses, rewards=cfg.beta * means)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, GREEDY_SCORE, Estimate
 from megarl.algos.advantages.estimator import Estimator
@@ -25,6 +23,7 @@ from megarl.algos.preference import PREFERENCE_LOSSES, PairLogprobs, PairLosses,
 from megarl.algos.shaping import ADVANTAGE_SHAPERS, AdvantageShaper, ShapingInputs
 from megarl.config.algo import AlgoConfig
 from megarl.config.supervised import TrainPreferenceConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import RehearsalError
 from megarl.registry import F, FunctionRegistry, T
 from megarl.types import Advantages, ScoredBatch, TokenQuantity

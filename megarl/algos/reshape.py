@@ -6,11 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from megarl.algos.policy_losses import MAX_LOG_RATIO
 from megarl.config.algo import OffPolicyConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry, require_fields
 
@@ -41,7 +39,7 @@ class Reshape:
         return self._value(log_ratio, log_ratio)
 
     def _log_s(self, logprobs: Tensor) -> Tensor:
-        return logprobs if self.half is None else logsigmoid(logprobs - math.log(self.half))
+        return logprobs if self.half is None else torch.nn.functional.logsigmoid(logprobs - math.log(self.half))
 
     def _value(self, log_s: Tensor, log_x: Tensor) -> Tensor:
         return self.linear * (self.exponent * log_s).exp() + self.log * log_x

@@ -5,15 +5,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from megarl.algos.advantages import Estimate, Flip, compute_advantages
 from megarl.algos.advantages.critic import last_values
 from megarl.algos.masked import summary
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS, sequence_rewards
 from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.seeds import uniform
 from megarl.types import ScoredBatch
 

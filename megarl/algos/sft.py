@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
-from torch import Tensor
-
 from megarl.algos.aggregation import count_rows
 from megarl.algos.corrections import CORRECTION
 from megarl.algos.distill import comparison, weighed_divergence
 from megarl.algos.masked import kept, masked_sum
 from megarl.config.algo import DistillConfig
+from megarl.config.torch_later import Tensor
 from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, ScoredBatch, TokenQuantity
 
 

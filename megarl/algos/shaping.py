@@ -4,9 +4,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-import torch
-from torch import Tensor
-
 from megarl.algos import cpo
 from megarl.algos.batch_statistics import LOG_WEIGHT, effective_sample_size, high_entropy
 from megarl.algos.centering import bounded_error
@@ -19,6 +16,7 @@ from megarl.algos.off_policy_losses import balanced_bounds
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry, require_known
 from megarl.types import Advantages, ScoredBatch, TokenQuantity

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from megarl.algos.masked import row_blocks
+from megarl.config.torch_later import Tensor
 
 # Name of the per-token quantity with the lags.
 LAG = "lag"

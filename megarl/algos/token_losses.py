@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.algos.corrections import CORRECTION
 from megarl.algos.covariance import CHOSEN
@@ -14,6 +12,7 @@ from megarl.algos.off_policy import imitation_masks, luffy_loss
 from megarl.algos.policy_losses import FURTHER_INPUTS, POLICY_LOSSES, PolicyLossInputs, policy_loss
 from megarl.algos.prefixes import TARGET_PROBS
 from megarl.config.algo import AlgoConfig, OffPolicyConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import PolicyOutputs, Row, RowBatch, TokenQuantity
 
 

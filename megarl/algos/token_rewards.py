@@ -2,10 +2,8 @@
 and the KL penalty to every loss token.
 """
 
-import torch
-from torch import Tensor
-
 from megarl.algos.masked import masked_sum
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import ScoredBatch
 
 # Name of the quantity that holds coefficient × KL of every token.

@@ -6,9 +6,7 @@ and follows the one before it.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import ScoredBatch
 from megarl.types.turns import AFTER, FIRST_TRY, TURN
 

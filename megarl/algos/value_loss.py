@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from megarl.algos.aggregation import count_rows
 from megarl.algos.masked import kept, masked_sum
+from megarl.config.torch_later import torch
 from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, ValueOutputs
 
 

@@ -11,7 +11,6 @@ from megarl.config.load import PACKAGED, overridden, with_overrides
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.forecast.calibrate import calibrate
 from megarl.forecast.costs import Constants, Hardware
 from megarl.plan.derive import ENGINE_SHARE
 from megarl.plan.sizes import engine_bytes, plan_engine
@@ -85,6 +84,12 @@ def new_search(
     }
     spec, base = read_model_spec(directory, "--model"), with_overrides(from_dict(Config, tree), overrides)
     device_bytes, given = int(device_gib * 2**30), overridden(overrides)
+    constants = Constants()
+    if calibration is not None:
+        # Calibration plans a run, which takes torch.
+        from megarl.forecast.calibrate import calibrate
+
+        constants = calibrate(calibration, device_bytes=device_bytes)
     num_stages, stage_bytes = _engine_stages(
         base, spec, gpus=gpus, per_node=per_node, device_bytes=device_bytes, is_given="rollout.engine.pp" in given
     )
@@ -97,7 +102,7 @@ def new_search(
         per_node=per_node,
         device_bytes=device_bytes,
         hardware=Hardware(per_node=per_node),
-        constants=Constants() if calibration is None else calibrate(calibration, device_bytes=device_bytes),
+        constants=constants,
         given=given,
     )
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megarl.config.derived import Derived
 from megarl.sync.plan.build import PlanStatistics
 from megarl.sync.plan.links import LinkStatistics
-from megarl.sync.transport.transports import Staging
+
+if TYPE_CHECKING:
+    from megarl.sync.transport.transports import Staging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +192,7 @@ class RunPlan:
     sync_bytes: int
     bridge: PlanStatistics
     links: LinkStatistics | None
-    staging: Staging
+    staging: "Staging"
     device_bytes: int | None
     derived: tuple[Derived, ...]
     warnings: tuple[str, ...]

@@ -24,7 +24,6 @@ from megarl.record.manifest import Manifest, damage_of
 from megarl.record.metrics import MARKER
 from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role, RoleSpec
-from megarl.weights.dist_index import require_plain_data
 
 STATE_FILE = "state.json"
 # The score of a checkpoint that was complete before its step was validated; not one of the files that its marker lists.
@@ -112,13 +111,14 @@ def _step_dirs(root: Path) -> list[tuple[int, Path]]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a complete checkpoint. Nothing in it can run code, here or in the ranks that load it.
 
-    Raises:
-        DataError: it is incomplete or damaged, holds more than data, or another version of megarl wrote it.
+    Raises DataError if it is incomplete or damaged, holds more than data, or another version of megarl wrote it.
     """
     if not (path / MARKER).is_file():
         raise DataError(f"{path}: has no {MARKER} file, so its writing was interrupted; use another checkpoint")
     if damage := damage_of(path):
         raise DataError(f"{path}: is damaged: {damage}; use another checkpoint, or put a copy of it back")
+    from megarl.weights.dist_index import require_plain_data  # with torch, which lists of checkpoints do without
+
     require_plain_data(path)
     try:
         state = RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8"))

@@ -8,21 +8,21 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from megarl.config.torch_later import Tensor, torch
 from megarl.types.rows import Row
 from megarl.types.samples import Reward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowQuantities(Mapping[str, torch.Tensor]):
+class RowQuantities(Mapping[str, Tensor]):
     """The quantities of rows by name, padded to [B, T] when they are first read: few algorithms read all of them.
 
     Raises ValueError unless all rows have quantities of the same names.
     """
 
     rows: Sequence[Row]
-    _padded: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _padded: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         names = self.rows[0].quantities.keys() if self.rows else frozenset()
@@ -34,7 +34,7 @@ class RowQuantities(Mapping[str, torch.Tensor]):
                     "batch"
                 )
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self._padded:
             arrays = [row.quantities[name] for row in self.rows]
             if not arrays:
@@ -56,10 +56,10 @@ class _PaddedQuantities:
     """
 
     __slots__ = ()
-    loss_mask: torch.Tensor
-    quantities: Mapping[str, torch.Tensor]
+    loss_mask: Tensor
+    quantities: Mapping[str, Tensor]
 
-    def quantity(self, name: str) -> torch.Tensor:
+    def quantity(self, name: str) -> Tensor:
         if name in self.quantities:
             return self.quantities[name]
         if not len(self.loss_mask):  # A batch without rows has every quantity, all empty.
@@ -81,15 +81,15 @@ class ScoredBatch(_PaddedQuantities):
     """
 
     uids: tuple[str, ...]
-    rewards: torch.Tensor
-    correct: torch.Tensor
-    loss_mask: torch.Tensor
-    quantities: Mapping[str, torch.Tensor]
-    truncated: torch.Tensor | None = None
+    rewards: Tensor
+    correct: Tensor
+    loss_mask: Tensor
+    quantities: Mapping[str, Tensor]
+    truncated: Tensor | None = None
     step: int = 0
     seed: int = 0
-    details: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    no_opinion: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    details: Mapping[str, Tensor] = field(default_factory=dict)
+    no_opinion: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         b = len(self.uids)
@@ -106,14 +106,14 @@ class RowBatch(_PaddedQuantities):
     """One micro-batch as loss functions read it: complete rows padded to [B, T], under every parallel layout."""
 
     labels: tuple[str, ...]
-    loss_mask: torch.Tensor
-    quantities: Mapping[str, torch.Tensor]
+    loss_mask: Tensor
+    quantities: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         _check_shapes(self.quantities, self.loss_mask)
 
 
-def _check_shapes(quantities: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+def _check_shapes(quantities: Mapping[str, Tensor], loss_mask: Tensor) -> None:
     if isinstance(quantities, RowQuantities):
         return  # rows have checked theirs
     for name, value in quantities.items():
@@ -153,7 +153,7 @@ def scored_batch(
     )
 
 
-def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
+def row_batch(rows: Sequence[Row], *, device: "torch.device") -> RowBatch:
     """Pad the rows of a micro-batch to [B, T] for the loss, on the given device.
 
     >>> row_batch([row([1, 0]), row([1])], device=torch.device("cpu")).loss_mask.tolist()
@@ -188,7 +188,7 @@ def length_blocks(lengths: Sequence[int], num_tokens: int = BLOCK_TOKENS) -> lis
     return blocks
 
 
-def pad_rows(arrays: Sequence[npt.NDArray[np.generic]], *, dtype: torch.dtype) -> torch.Tensor:
+def pad_rows(arrays: Sequence[npt.NDArray[np.generic]], *, dtype: "torch.dtype") -> Tensor:
     """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding.
 
     >>> pad_rows([np.array([1, 2]), np.array([3])], dtype=torch.long).tolist()
@@ -211,17 +211,17 @@ class PolicyOutputs:
     further values beside the two by name, without.
     """
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
-    divergence: torch.Tensor | None = None
-    comparison: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    logprobs: Tensor
+    entropy: Tensor | None
+    divergence: Tensor | None = None
+    comparison: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOutputs:
     """The float32 values [B, T] of a scalar head (critic or reward model) for a `RowBatch`, 0 outside the loss mask."""
 
-    values: torch.Tensor
+    values: Tensor
 
 
 ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
@@ -234,6 +234,6 @@ class Advantages:
     quantities: further tensors [B, T] that the updates need, by name, such as `returns` and `correction`.
     """
 
-    values: torch.Tensor
-    quantities: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    values: Tensor
+    quantities: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)

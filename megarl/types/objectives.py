@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
-import torch
-
+from megarl.config.torch_later import Tensor, torch
 from megarl.types.batches import Advantages, PolicyOutputs, RowBatch, ScoredBatch
 from megarl.types.rows import Row, TokenQuantity
 
@@ -33,10 +32,10 @@ class LossSums:
     (2.5, {'entropy': 0.5})
     """
 
-    objective: Mapping[str, torch.Tensor]
-    metrics: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    objective: Mapping[str, Tensor]
+    metrics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
-    def total(self, denominators: Denominators) -> torch.Tensor:
+    def total(self, denominators: Denominators) -> Tensor:
         """Compute this micro-batch's share of the objective, with gradients."""
         return functools.reduce(torch.add, (value / denominators[name] for name, value in self.objective.items()))
 

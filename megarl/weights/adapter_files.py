@@ -5,9 +5,8 @@ import json
 import math
 from pathlib import Path
 
-import torch
-
 from megarl.config.lora import LoraConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import ConfigError
 from megarl.weights.adapters import adapter_spec, peft_config
 from megarl.weights.families import ModelSpec
@@ -16,7 +15,7 @@ from megarl.weights.safetensors_map import create_file, weight_specs
 from megarl.weights.tables import VALUE_HEAD
 
 
-def read_adapters(base: ModelSpec, config: LoraConfig, *, scalar_head: bool = False) -> dict[str, torch.Tensor]:
+def read_adapters(base: ModelSpec, config: LoraConfig, *, scalar_head: bool = False) -> dict[str, Tensor]:
     """Map the adapters in `config.path` to memory, by the names in `adapter_spec`; a scalar head may be among them.
 
     Raises:
@@ -64,7 +63,7 @@ def create_adapter_files(
     return directory / ADAPTER_FILE
 
 
-def initial_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def initial_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return an adapter's tensor before training, [float32]: B is 0, A uniform within ±1/√in.
 
     A depends on the seed and its name alone, so that all layouts begin with the same.

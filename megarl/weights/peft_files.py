@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megarl.config.lora import LoraConfig
+from megarl.config.torch_later import Tensor
 from megarl.errors import ConfigError
 from megarl.host.reading import read_object, reading
 from megarl.weights.adapters import adapter_spec
@@ -52,11 +51,11 @@ _NAMED = 3
 class LowRankUpdate:
     """The update scale · b · a of a weight [out, in], with a [rank, in] and b [out, rank]."""
 
-    a: torch.Tensor
-    b: torch.Tensor
+    a: Tensor
+    b: Tensor
     scale: float
 
-    def rows(self, row: int, num_rows: int) -> torch.Tensor:
+    def rows(self, row: int, num_rows: int) -> Tensor:
         """Compute rows of the update in float32."""
         return self.scale * (self.b[row : row + num_rows].float() @ self.a.float())
 
@@ -71,8 +70,8 @@ class PeftAdapters:
     path: Path
     options: Mapping[str, Any]
     updates: Mapping[str, LowRankUpdate]
-    replaced: Mapping[str, torch.Tensor]
-    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    replaced: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(repr=False)
 
     def other_base(self, model: ModelSpec) -> str:
         """Return the base that the options name, "" if path (in the hub: models--OWNER--NAME) or config has it."""
@@ -97,8 +96,8 @@ def _checked(path: Path, options: Mapping[str, Any], base: ModelSpec) -> PeftAda
         _WRAPPERS.sub("", name).removeprefix(PREFIX).replace(".default.weight", ".weight"): tensor
         for name, tensor in map_tensors(path / ADAPTER_FILE).items()
     }
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
-    replaced: dict[str, torch.Tensor] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
+    replaced: dict[str, Tensor] = {}
     tied: set[str] = set()
     for name, tensor in tensors.items():
         if (found := _TENSOR.fullmatch(name)) is None:
@@ -144,7 +143,7 @@ def _read_options(path: Path) -> dict[str, Any]:
     return options
 
 
-def _update(path: Path, options: Mapping[str, Any], module: str, pair: Mapping[str, torch.Tensor]) -> LowRankUpdate:
+def _update(path: Path, options: Mapping[str, Any], module: str, pair: Mapping[str, Tensor]) -> LowRankUpdate:
     """Make a module's update of its A and B, with the rank and alpha that PEFT's patterns give it."""
 
     def own(key: str, default: Any) -> Any:

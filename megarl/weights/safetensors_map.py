@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import ConfigError
 from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_headers import DTYPES, INDEX_NAME, SINGLE_NAME, TensorHeader, model_files, read_header
@@ -21,7 +20,7 @@ from megarl.weights.safetensors_headers import DTYPES, INDEX_NAME, SINGLE_NAME, 
 UNTRAINED_NAME = "model-untrained.safetensors"
 MAX_FILE_BYTES = 5 << 30
 
-_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
+_NAMES = {f"torch.{dtype}": name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class TensorSpec:
     """The shape and dtype of a tensor, without its data."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: "torch.dtype"
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +45,7 @@ def read_specs(path: Path) -> dict[str, TensorSpec]:
     return {name: spec_of(stored) for name, stored in read_header(path).items()}
 
 
-def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
+def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
     """Return name → memory-mapped tensor of a safetensors file. If `writable`, writing to a tensor changes the file."""
     stored = read_header(path)
     flat = torch.from_file(str(path), shared=writable, size=path.stat().st_size, dtype=torch.uint8)
@@ -75,7 +74,7 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
     # Widest items first keeps every tensor aligned without gaps, which the format forbids.
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
         header[name] = {
-            "dtype": _NAMES[spec.dtype],
+            "dtype": _NAMES[str(spec.dtype)],
             "shape": list(spec.shape),
             "data_offsets": [offset, offset + spec.num_bytes],
         }
@@ -107,7 +106,7 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
         file.write(layout.head)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Write a safetensors file and return its tensors' shapes and dtypes. Raise ConfigError if the disk is too full."""
     specs = {name: TensorSpec(shape=tuple(each.shape), dtype=each.dtype) for name, each in tensors.items()}
     create_file(path, specs)
@@ -117,13 +116,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return specs
 
 
-def same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same type, shape and bytes."""
     alike = tensor.dtype == other.dtype and tensor.shape == other.shape
     return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def untrained_tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:
+def untrained_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     """Return the tensors in a model's directory that exports have as they are, mapped to memory, or {} without any.
 
     A torch_dist checkpoint has them in a file of their own.
@@ -188,9 +187,9 @@ def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list
     return [directory / name for name in plan]
 
 
-def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, torch.Tensor]:
+def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, Tensor]:
     """Return name → memory-mapped tensor of several safetensors files together."""
-    views: dict[str, torch.Tensor] = {}
+    views: dict[str, Tensor] = {}
     for file in files:
         views |= map_tensors(file, writable=writable)
     return views

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
-
+from megarl.config.torch_later import Tensor, torch
 from megarl.weights.boxes import Box, Index, full_box, slices_of
 from megarl.weights.families import Dims, ModelSpec, PlacedRule
 from megarl.weights.tables import Partition, WeightRule
@@ -27,7 +26,7 @@ class Slice:
 
     tensor: str
     index: Index
-    view: torch.Tensor
+    view: Tensor
     owned: bool
 
 
@@ -75,10 +74,10 @@ class _Cut:
     padded: bool = False
     groups: str | None = None
     of_keys: bool = False
-    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
+    turned: Callable[[Tensor], Tensor] | None = None
 
 
-def _in_turns(shard: torch.Tensor) -> torch.Tensor:
+def _in_turns(shard: Tensor) -> Tensor:
     """Return a view [..., n/2, 2] of a shard [n, ...] whose first rows are a gate's and whose last ones are an up's."""
     halves = shard.unflatten(0, (2, -1))
     return halves.permute(*reversed(range(halves.ndim)))
@@ -138,7 +137,7 @@ def num_groups(partition: Partition, dims: Dims, size: int) -> int:
     return max(1, dims.dim(symbol) // size) if symbol else 1
 
 
-def turned(partition: Partition, parameter: torch.Tensor) -> torch.Tensor:
+def turned(partition: Partition, parameter: Tensor) -> Tensor:
     """Return a view of a parameter that has the elements of its tensor in their order, if not always in its shape."""
     turn = _CUTS[partition].turned
     return parameter if turn is None else turn(parameter)
@@ -160,7 +159,7 @@ def shard_boxes(rule: WeightRule, dims: Dims, split: Split, *, by_expert: bool =
 
 
 def shard_slices(
-    parameters: Iterable[tuple[str, torch.Tensor]],
+    parameters: Iterable[tuple[str, Tensor]],
     spec: ModelSpec,
     at: ShardPosition,
     experts_at: ShardPosition | None = None,
@@ -190,7 +189,7 @@ def shard_slices(
 
 
 def _slices_of(
-    shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool, by_expert: bool
+    shard: Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool, by_expert: bool
 ) -> Iterator[Slice]:
     """Yield the slices of one parameter's shard. Tensor-parallel rank 0 owns the slices of a replicated parameter."""
     rule, dims = placed.rule, spec.dims
@@ -221,7 +220,7 @@ def _slices_of(
         yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned)
 
 
-def flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def flat_views(box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """Yield views of a slice in the shape of boxes: one view, or one per group if groups of rows are not adjacent.
 
     Where gates and ups take turns, no view has the shape of a box: its last axis is in pairs.
@@ -239,8 +238,7 @@ def flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor
             yield from flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
 
 
-@torch.no_grad()
-def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, optional: Collection[str] = ()) -> None:
+def load_slices(slices: Iterable[Slice], source: dict[str, Tensor], *, optional: Collection[str] = ()) -> None:
     """Fill local shards from full tensors `source`. If these are memory-mapped, only the slices' pages are read.
 
     optional: names of tensors that `source` may lack; their shards keep their initial values.
@@ -248,16 +246,15 @@ def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, opt
     for part in slices:
         if part.tensor in optional and part.tensor not in source:
             continue
-        part.view.copy_(source[part.tensor][part.index].reshape(part.view.shape))
+        part.view.detach().copy_(source[part.tensor][part.index].reshape(part.view.shape))
 
 
-@torch.no_grad()
-def store_slices(slices: Iterable[Slice], target: dict[str, torch.Tensor]) -> None:
+def store_slices(slices: Iterable[Slice], target: dict[str, Tensor]) -> None:
     """Copy the slices that this rank owns into full tensors `target`."""
     for part in slices:
         if part.owned:
             destination = target[part.tensor][part.index]
-            destination.copy_(part.view.reshape(destination.shape))
+            destination.copy_(part.view.detach().reshape(destination.shape))
 
 
 _MIX = 2654435761  # odd, so that position weights do not repeat
@@ -265,7 +262,7 @@ _MIX = 2654435761  # odd, so that position weights do not repeat
 CHECKSUM_CHUNK = 1 << 20
 
 
-def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> int:
+def checksum(view: Tensor, index: Index, full_shape: tuple[int, ...]) -> int:
     """Sum up the bit patterns of `view`, weighted by their positions in the full tensor (at `index`), modulo 2⁶⁴.
 
     The checksums of disjoint slices add up to that of the whole tensor, however it is split.

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.masked import masked_sum, summary
 from megarl.algos.token_rewards import last_token, returns_to_go, token_rewards
 from megarl.algos.trees import later_sums, next_sums, token_after, turn_tree
 from megarl.config.algo import AdvantageConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import ScoredBatch, TokenQuantity
 
 _VARIANCE_EPS = 1e-8

@@ -4,12 +4,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-import torch
-from torch import Tensor
-
 from megarl.algos.masked import kept, require_per_token
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS
 from megarl.config.algo import AdvantageConfig, AlgoConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import DataError
 from megarl.registry import FunctionRegistry, require_fields, require_known
 from megarl.types import ScoredBatch, TokenQuantity

@@ -6,14 +6,12 @@ The reward r is a sample's reward minus its KL penalty. In a group of one sample
 from collections.abc import Callable, Sequence
 from math import comb
 
-import torch
-from torch import Tensor
-
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, required_detail
 from megarl.algos.masked import GroupStats, group_index, group_stats
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import sequence_rewards
 from megarl.config.algo import AdvantageConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import DataError
 from megarl.types import ScoredBatch
 

@@ -6,9 +6,6 @@ the baseline of its group, if there is one, and every loss token a KL penalty.
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from megarl.algos.advantages.estimator import (
     ADVANTAGE_ESTIMATORS,
     GREEDY_SCORE,
@@ -19,6 +16,7 @@ from megarl.algos.advantages.group import ZERO, centred, equal_rewards, leave_on
 from megarl.algos.masked import group_index, group_stats, masked_sum
 from megarl.algos.token_rewards import returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import ScoredBatch
 
 _MIN_VARIANCE = 1e-8

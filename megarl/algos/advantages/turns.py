@@ -1,14 +1,12 @@
 """Estimate advantages of the turns of conversations, from the rewards that come after each turn."""
 
-import torch
-from torch import Tensor
-
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.advantages.group import leave_one_out
 from megarl.algos.masked import group_index, group_stats
 from megarl.algos.token_rewards import place_reward, returns_to_go, token_rewards, unplaced_rewards
 from megarl.algos.trees import TurnTree, later_sums, turn_tree
 from megarl.config.algo import AdvantageConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import ScoredBatch
 
 

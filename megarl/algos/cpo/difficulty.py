@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from megarl.algos.masked import group_stats
 from megarl.config.algo import CpoConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.registry import Registry
 
 # (uids, correct [B] bool, rewards [B]) → difficulty level of each row, [B] int64.

@@ -5,11 +5,9 @@ The parameters of a factor name what it reads: fields of `Terms`, settings of `a
 
 import math
 
-import torch
-from torch import Tensor
-
 from megarl.algos.cpo.information import MAX_DELTA
 from megarl.algos.masked import masked_sum, row_means
+from megarl.config.torch_later import Tensor, torch
 
 _MAX_MI = 10.0
 _RANGE_EPS = 1e-8

@@ -7,10 +7,8 @@ from functools import reduce
 from inspect import signature
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
-
 from megarl.algos.cpo.terms import Terms
+from megarl.config.torch_later import Tensor, torch
 
 # A factor, or a scope (bool), [B, T] or [B, 1]. Its parameters name what it reads, out of `READABLE` and the
 # coefficients of its method.

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from torch import Tensor
-
+from megarl.config.torch_later import Tensor
 from megarl.registry import FunctionRegistry
 
 # The bound on |d|: one token that is far from the hinted policy must not decide the whole row.

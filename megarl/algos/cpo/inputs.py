@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from torch import Tensor
-
 from megarl.algos.cpo.difficulty import group_difficulty
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.masked import per_row
 from megarl.config.algo import CpoConfig
+from megarl.config.torch_later import Tensor
 from megarl.types import RowBatch, ScoredBatch, TokenQuantity
 
 PerToken: TypeAlias = Literal[

@@ -6,7 +6,7 @@ and each of its parameters is named after what it reads: a field of `Terms`, or 
 
 import math
 
-from torch import Tensor
+from megarl.config.torch_later import Tensor
 
 _LIKELY = 0.1
 

@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-from torch import Tensor
-
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.inputs import CpoInputs
 from megarl.config.algo import CpoConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import NonFiniteError
 from megarl.registry import Registry
 

@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster import offloading
 from megarl.cluster.roles import actor_role
-from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.config.generation import RolloutConfig
-from megarl.convert.engine import ConvertSettings, partial_dir
-from megarl.convert.merge import merge
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
-from megarl.plan.build import derive_run
 from megarl.record.activity import doing
 from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
@@ -32,7 +28,6 @@ from megarl.rollout.source import Group, SamplingPlan, Wait, begin, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.run.evaluation.output import results_lines, write_results
-from megarl.run.start import starting
 from megarl.train.outcome import FAILURES, all_failed_error
 from megarl.types import Prompt, RolloutBatch
 from megarl.types.judged import Trouble
@@ -40,6 +35,7 @@ from megarl.types.messages import LoadRequest
 
 if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
+    from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 
 # Requests that an engine is given at a time, as a multiple of those that it decodes at a time.
 REQUESTS_PER_SLOT = 2
@@ -54,6 +50,10 @@ def evaluate(request: EvalRequest) -> None:
     """
     with DirectoryLock(request.out, "eval") as lock, ExitStack() as files:
         inputs = open_eval_inputs(request)
+        # Ray and torch, of which nothing so far needed any.
+        from megarl.plan.build import derive_run
+        from megarl.run.start import starting
+
         config = inputs.config
         if inputs.data.num_dropped:
             print_lines(
@@ -94,6 +94,9 @@ def _merged(inputs: EvalInputs) -> Iterator[Path]:
 
     Engines could add them as they compute. Merged, they are the same for every engine and kind of layer, and as fast.
     """
+    from megarl.convert.engine import ConvertSettings, partial_dir
+    from megarl.convert.merge import merge
+
     assert inputs.adapter is not None
     model, out = inputs.config.model, inputs.out / "merged"
     settings = ConvertSettings(out=out, num_workers=min(8, len(os.sched_getaffinity(0))), overwrite=True)
@@ -116,7 +119,7 @@ class _OwnWeights:
         """There is nothing to close."""
 
 
-def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor:
+def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> "EngineSupervisor":
     """Return the supervisor of engines that have the weights to evaluate.
 
     The policy of a checkpoint, saved under any parallel layout, is loaded and sent to the engines.
@@ -141,7 +144,7 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> EngineSupervisor
 def _answers(
     inputs: EvalInputs,
     cluster: "Cluster",
-    supervisor: EngineSupervisor,
+    supervisor: "EngineSupervisor",
     unjudged: dict[tuple[str, str], list[Trouble | None]],
 ) -> Iterator[JudgedAnswer]:
     """Yield judged answers, greedy ones first; the progress line counts answers.
