@@ -33,6 +33,7 @@ from megarl.config.schema import Config
 from megarl.environments.worker import WorkerSpec
 from megarl.errors import RunStopped
 from megarl.host import loop
+from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
 from megarl.host.ray_environment import keep_worker_logs
 from megarl.parallel.worker import RankWorker
@@ -47,6 +48,8 @@ from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 
 CLOSE_TIMEOUT_S = 10.0
+# How often processes are asked for what they have counted, which takes two milliseconds.
+_COUNT_EVERY_S = 10.0
 
 
 class Cluster:
@@ -76,6 +79,8 @@ class Cluster:
         self.judge_urls: Mapping[str, tuple[str, ...]] = {}
         self.judge_key = secrets.token_hex(16)
         self._asked, self._log_dir, self._closed = config, log_dir, False
+        self._foreign: dict[str, float] = {}
+        self._next_count_s = 0.0
         self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         self._prelude = prelude or Prelude(
@@ -251,6 +256,12 @@ class Cluster:
 
     def metrics(self) -> dict[str, float]:
         """Measure the memory of the run's processes on this host, and count what listeners on all hosts have closed."""
+        if (now := awake_s()) >= self._next_count_s:
+            self._next_count_s = now + _COUNT_EVERY_S
+            self._foreign = self._count_foreign()
+        return resident_memory(self.pids) | self._foreign
+
+    def _count_foreign(self) -> dict[str, float]:
         environments = self.engines.environment_workers
         others = () if environments is None else environments.processes
         each_host = {p.location.files: p for p in (*others, *reversed(self._processes()))}
@@ -260,7 +271,7 @@ class Cluster:
             doing="counting foreign connections",
         )
         closed = sum((Counter(found) for found in loop.wait(asked)), Counter[str]())
-        return resident_memory(self.pids) | {f"foreign_connections/{name}": float(n) for name, n in closed.items()}
+        return {f"foreign_connections/{name}": float(n) for name, n in closed.items()}
 
     def _processes(self) -> list[Process[RunActor]]:
         return [*self.workers.processes, *self.engines.processes, *itertools.chain(*self._judge_servers.values())]
