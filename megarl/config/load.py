@@ -56,7 +56,7 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return a copy of a configuration with overrides of the form `dotted.key=value`; `use` is not allowed."""
-    changes, before = _parse_overrides(overrides), asdict(config)
+    changes, before = _with_one_length(_parse_overrides(overrides)), asdict(config)
     if use := _take_use(changes, "overrides"):
         group = next(iter(use))
         raise ConfigError(f"override 'use.{group}': this command has no run file to use others; give their settings")
@@ -113,8 +113,19 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
         raise ConfigError(f"{wrong}: use: only run files may use others; name the files in the run file")
     algo = group_files.get("algo")
     layers = [layer for body in bodies for layer in (body, *_take_for_algo(body, algo))]
-    tree: Tree = reduce(merge, [*groups.values(), *layers, changes], {})
+    tree: Tree = reduce(merge, map(_with_one_length, [*groups.values(), *layers, changes]), {})
     return gathered(tree, tree)
+
+
+def _with_one_length(layer: Tree) -> Tree:
+    """Let a number of steps replace a number of epochs that lower layers give. Raises ConfigError for both in one."""
+    for name, section in layer.items():
+        if not isinstance(section, dict) or (steps := section.get("total_steps")) is None:
+            continue
+        if (epochs := section.get("total_epochs")) is not None:
+            raise ConfigError(f"{name}.total_epochs: got {epochs} beside {name}.total_steps={steps}; leave one out")
+        layer = {**layer, name: {**section, "total_epochs": None}}
+    return layer
 
 
 def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:

@@ -126,7 +126,7 @@ def test_compose_leaves_use_out_of_the_tree(configs: Path) -> None:
         "model": {"path": "models/tiny", "dtype": "float32"},
         "algo": {"name": "grpo", "kl": {"where": "loss", "coef": "1e-3"}},
         "data": {"train": ["a.parquet", "b.parquet"]},
-        "trainer": {"total_steps": 500, "prompts_per_step": 4},
+        "trainer": {"total_steps": 500, "prompts_per_step": 4, "total_epochs": None},
     }
 
 
@@ -196,6 +196,18 @@ def test_overrides_lie_on_top_and_are_yaml(configs: Path) -> None:
     assert config.actor.layout.tp == 2
     assert config.trainer.total_steps == 8  # the last wins
     assert config.trainer.prompts_per_step == 4
+
+
+@pytest.mark.parametrize("section", ["trainer", "sft", "train_reward", "train_preference"])
+def test_a_later_length_replaces_an_earlier_one(configs: Path, section: str) -> None:
+    """In steps or in epochs, as if these were one setting."""
+    run = write(configs, "run/r.yaml", f"{section}: {{total_epochs: 3}}")
+    assert getattr(load_config(run, [f"{section}.total_steps=4"]), section).total_epochs is None
+    assert getattr(load_config(run, ["run.seed=1"]), section).total_epochs == 3
+    run = write(configs, "run/r.yaml", f"{section}: {{total_steps: 4}}")
+    assert getattr(load_config(run, [f"{section}.total_epochs=3"]), section).total_epochs == 3
+    with pytest.raises(ConfigError, match=f"^{section}.total_epochs: got 3 beside {section}.total_steps=5; leave one"):
+        load_config(run, [f"{section}.total_steps=5", f"{section}.total_epochs=3"])
 
 
 def test_override_chooses_another_file_before_merging(configs: Path) -> None:
