@@ -1,12 +1,10 @@
 """Begin what a run's processes need long before its cluster can start: a janitor, and imports of libraries."""
 
 import os
-import sys
 from typing import Self
 
 from megarl.config.schema import ClusterConfig, RunConfig
-from megarl.errors import ConfigError
-from megarl.host.child_environment import SAFE_PATH, without_proxy_here
+from megarl.host.child_environment import SAFE_PATH, require_assertions, without_proxy_here
 from megarl.host.device.platform import apply_environment, platform
 from megarl.host.fork_server import ForkServers
 from megarl.host.janitor import open_janitor
@@ -26,11 +24,7 @@ class Prelude:
     def __init__(
         self, cluster: ClusterConfig, run: RunConfig, *, with_trainer: bool = True, with_engine: bool = True
     ) -> None:
-        if sys.flags.optimize:
-            raise ConfigError(
-                f"PYTHONOPTIMIZE: got {sys.flags.optimize} (or python -O), which takes assertions and docstrings from "
-                "Ray, vLLM and Megatron, and these fail without; unset PYTHONOPTIMIZE"
-            )
+        require_assertions()
         os.environ.update(here := without_proxy_here())
         # On several hosts, every one has its own environment, set where Ray was started.
         own = apply_environment() if cluster.address is None else {}

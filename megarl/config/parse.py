@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -98,14 +99,28 @@ def _convert(hint: object, value: object, path: str) -> object:
         return _parse(hint, value, path)
     except _WrongTypeError:
         got = "null" if value is None else f"{masked(value, path)!r} ({type(value).__name__})"
-        advice = ""
-        if isinstance(value, str) and is_dataclass(hint) and ":" in value:
-            advice = f"; {_SPACE}"
-        elif value is None and is_dataclass(hint):
-            advice = "; give its settings, or leave it out"
-        elif isinstance(value, str) and get_origin(hint) is tuple:
-            advice = f"; put it in brackets, as in {path}=[{masked(value, path)}]"
-        raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}{advice}") from None
+        raise ConfigError(
+            f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}{_remedy(hint, value, path)}"
+        ) from None
+
+
+def _remedy(hint: object, value: object, path: str) -> str:
+    """Return what to do about a value that does not fit a type hint, after a semicolon; empty if that is plain."""
+    kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    choices = [str(each) for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+    if choices:
+        close = get_close_matches(str(value), choices, n=1)
+        return f"; did you mean {close[0]!r}?" if close else "; choose one of these"
+    if isinstance(value, str) and is_dataclass(hint) and ":" in value:
+        return f"; {_SPACE}"
+    if value is None and is_dataclass(hint):
+        return "; give its settings, or leave it out"
+    if isinstance(value, str) and get_origin(hint) is tuple:
+        return f"; put it in brackets, as in {path}=[{masked(value, path)}]"
+    if str in kinds and isinstance(value, int | float):
+        return f"; put it in quotes, as in '\"{str(value).lower()}\"'"
+    examples = {int: "a whole number, such as 8", float: "a number, such as 1e-6"}
+    return next((f"; write {example}" for kind, example in examples.items() if kind in kinds), "")
 
 
 def _parse(hint: object, value: object, path: str) -> object:

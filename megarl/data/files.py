@@ -282,7 +282,7 @@ class RowFiles:
             file = _open(path, columns, [name for name in changing if name not in columns])
             require_columns(path, file.present, required, remedy)
             self._files.append(file)
-        self._ends, self._names = [*accumulate(map(len, self._files))], [*map(str, self.paths)]
+        self._ends, self._names = [*accumulate(self.sizes)], [*map(str, self.paths)]
         if not len(self):
             names = ", ".join(self._names) or "no file given"
             raise DataError(f"the data set is empty ({names}); expected at least one row")
@@ -296,6 +296,11 @@ class RowFiles:
 
     def __iter__(self) -> Iterator[Mapping[str, object]]:
         return chain.from_iterable(self._files)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the number of rows of each file."""
+        return [len(file) for file in self._files]
 
     def counts(self, indices: Sequence[int]) -> list[int]:
         """Return how many of the given row indices, which must be in ascending order, lie in each file."""

@@ -29,7 +29,7 @@ from megarl.data.records import (
 from megarl.data.roles import require_words
 from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -44,6 +44,28 @@ ToolsOf: TypeAlias = Callable[[str], Sequence[Mapping[str, object]]]
 def no_tools(_: str) -> Sequence[Mapping[str, object]]:
     """Return no schemas."""
     return ()
+
+
+def read_prompt(
+    row: Mapping[str, object], where: str, form: DataConfig, environment: EnvironmentConfig
+) -> tuple[PromptRecord, str]:
+    """Parse a row, and return also its environment; DataError if it has no question and no environment that writes
+    one.
+    """
+    record, name = parse_prompt(row, where, form), environment_of(row, where, environment)
+    if not name:
+        if record.extra_info.get("need_tools_kwargs"):
+            raise DataError(f"{where}: extra_info: need_tools_kwargs asks for tools; set environment.default to theirs")
+        require_words(record.messages, where)
+    return record, name
+
+
+def environment_of(row: Mapping[str, object], where: str, environment: EnvironmentConfig) -> str:
+    """Return the name of a row's environment; empty: it has none."""
+    name = row.get(environment.key) or environment.default or ""
+    if not isinstance(name, str):
+        raise DataError(f"{where}: {environment.key} is {name!r}, expected the name of an environment")
+    return name
 
 
 class PromptDataset:
@@ -96,8 +118,9 @@ class PromptDataset:
             environments.update([name for *_, name in chunk if name])
             prompts = list[list[int]]()
             for name, group in groupby(chunk, key=lambda each: each[-1]):
-                part, tools = list(group), tools_of(name) if name else ()
+                part = list(group)
                 places, chats = [where for _, where, *_ in part], [record.messages for *_, record, _ in part]
+                tools = self._tools(tools_of, name, places[0]) if name else ()
                 prompts += encode_chats(tokenizer, chats, prefill=True, tools=tools, places=places)
             for (index, where, row, record, _), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= settings.max_prompt_tokens:
@@ -118,6 +141,13 @@ class PromptDataset:
         # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
         self._require_usable(demonstrations)
+
+    def _tools(self, tools_of: ToolsOf, name: str, where: str) -> Sequence[Mapping[str, object]]:
+        try:
+            return tools_of(name)
+        except ConfigError as error:
+            named_here = name != self._environment.default
+            raise ConfigError(f"{where}: {error}" if named_here else str(error)) from error
 
     def _target(self, row: Mapping[str, object], where: str) -> tuple[Message, ...]:
         """Return a row's answer, as a turn; without one there is none."""
@@ -164,25 +194,9 @@ class PromptDataset:
     def _checked(
         self, index: int, row: Mapping[str, object]
     ) -> tuple[int, str, Mapping[str, object], PromptRecord, str]:
-        """Parse a row, and return it with its place and its environment; DataError if it has no question and no
-        environment that writes one.
-        """
+        """Parse a row, and return it with its place and its environment."""
         where = self._files.where(index)
-        record, environment = parse_prompt(row, where, self._settings), self._environment_of(row, where)
-        if not environment:
-            if record.extra_info.get("need_tools_kwargs"):
-                raise DataError(
-                    f"{where}: extra_info: need_tools_kwargs asks for tools; set environment.default to theirs"
-                )
-            require_words(record.messages, where)
-        return index, where, row, record, environment
-
-    def _environment_of(self, row: Mapping[str, object], where: str) -> str:
-        """Return the name of a row's environment; empty: it has none."""
-        name = row.get(self._environment.key) or self._environment.default or ""
-        if not isinstance(name, str):
-            raise DataError(f"{where}: {self._environment.key} is {name!r}, expected the name of an environment")
-        return name
+        return index, where, row, *read_prompt(row, where, self._settings, self._environment)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -209,7 +223,7 @@ class PromptDataset:
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
             target=target[0].content if target else "",
-            environment=self._environment_of(row, where),
+            environment=environment_of(row, where, self._environment),
             label=None if isinstance(record.label, str) else record.label,
             is_text=[row.get(self._settings.prompt_key)] == [message.content for message in record.messages],
         )

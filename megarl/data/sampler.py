@@ -17,12 +17,12 @@ from megarl.errors import ConfigError, DataError
 from megarl.types import IntArray
 
 
-def require_batch(dataset_size: int, batch_size: int) -> None:
-    """Raise ConfigError unless a data set has enough rows for one batch."""
+def require_batch(dataset_size: int, batch_size: int, key: str = "trainer.prompts_per_step") -> None:
+    """Raise ConfigError unless a data set has enough rows for one batch, whose size `key` sets."""
     if not 1 <= batch_size <= dataset_size:
         raise ConfigError(
-            f"batch size: got {batch_size} rows, expected 1 to {dataset_size}, the size of the data set; "
-            f"lower trainer.prompts_per_step, or batch_size of the command's section, or add data"
+            f"{key}: got {batch_size}, expected 1 to {dataset_size}, the number of rows to train on; lower it, or add "
+            "data"
         )
 
 

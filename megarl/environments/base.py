@@ -124,8 +124,8 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
     found: dict[str, Maker] = {}
     variables = child_environment(cfg.pass_env, key="environment.pass_env")
     for name in sorted(names):
-        key = f"environment.entries.{name}"
-        entry = cfg.entries.get(name) or EnvironmentEntry(type=name)
+        key, named = f"environment.entries.{name}", type_of(cfg, name)
+        entry = cfg.entries.get(name) or EnvironmentEntry(type=named)
         if ":" in entry.type:
             if name not in (*cfg.entries, cfg.default):
                 raise ConfigError(
@@ -133,11 +133,8 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
                     "to environment.entries under a name of yours, and give the rows that name"
                 )
             factory = load_object(entry.type, f"{key}.type")
-        elif entry.type in ENVIRONMENTS:
-            factory = ENVIRONMENTS.get(entry.type)
         else:
-            known = {*ENVIRONMENTS, *cfg.entries}
-            raise unknown_name("environment", entry.type, known, key=f"{key}.type")
+            factory = ENVIRONMENTS.get(named)
         found[name] = Maker(
             factory=factory,
             arguments=entry.arguments,
@@ -147,6 +144,18 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
         )
         found[name].made_in_time()
     return found
+
+
+def type_of(cfg: EnvironmentConfig, name: str) -> str:
+    """Return the type of an environment: a name in ENVIRONMENTS, or code. Raises ConfigError for any other."""
+    if name in cfg.entries:
+        key, named, known = f"environment.entries.{name}.type", cfg.entries[name].type, {*ENVIRONMENTS}
+    else:
+        key = "environment.default" if name == cfg.default else cfg.key
+        named, known = name, {*ENVIRONMENTS, *cfg.entries}
+    if ":" not in named and named not in ENVIRONMENTS:
+        raise unknown_name("environment", named, known, key=key)
+    return named
 
 
 def is_rehearsed(cfg: EnvironmentConfig, name: str) -> bool:

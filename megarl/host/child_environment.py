@@ -38,6 +38,15 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
+def require_assertions() -> None:
+    """Raise ConfigError where Python leaves assertions out."""
+    if sys.flags.optimize:
+        raise ConfigError(
+            f"PYTHONOPTIMIZE: got {sys.flags.optimize} (or python -O), which takes assertions and docstrings from "
+            "Ray, vLLM and Megatron, and these fail without; unset PYTHONOPTIMIZE"
+        )
+
+
 def without_proxy_here() -> dict[str, str]:
     """Return variables by which no client asks a proxy for this host.
 

@@ -95,9 +95,11 @@ def source_spec(data_source: str, **changes: Any) -> SourceSpec:
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
         names = {*SOURCES, *(scorer for scorer in SCORERS if "@" not in scorer)}
+        if "scorer" in changes:
+            raise unknown_name("scorer", name, names, key=f"rewards.sources.{data_source}.scorer")
         error = unknown_name("data source", name, names, key="data_source")
-        remedy = ". For one of your own, name a scorer in rewards.sources, or a function in rewards.custom"
-        raise ConfigError(f"{error}{'' if 'scorer' in changes else remedy}")
+        remedy = "For one of your own, name a scorer in rewards.sources, or a function in rewards.custom"
+        raise ConfigError(f"{error}. {remedy}")
     others = {field: value for field, value in changes.items() if field != "scorer"}
     spec = replace(SOURCES[name] if name in SOURCES else SourceSpec(scorer=name), **others)
     SCORERS.get(spec.variant)

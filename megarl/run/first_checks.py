@@ -1,25 +1,43 @@
 """Find mistakes of a command line that need no cluster, before libraries are imported that take seconds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megarl.algos.build import algorithm_of
+from megarl.algos.preference import preference_objective
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config
 from megarl.data.files import RowFiles
-from megarl.data.records import NAME_COLUMNS, required_columns
-from megarl.data.sampler import train_files
+from megarl.data.prompts import read_prompt
+from megarl.data.records import (
+    NAME_COLUMNS,
+    PREFERENCE_SIDES,
+    demonstration_columns,
+    parse_demonstration,
+    parse_preference,
+    preference_columns,
+    prompt_columns,
+    required_columns,
+)
+from megarl.data.sampler import prompt_sampler, require_batch, train_files
 from megarl.data.tokenizer_files import require_tokenizer
+from megarl.environments.base import type_of
 from megarl.errors import ConfigError
+from megarl.host.child_environment import require_assertions
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.load import look_for
+from megarl.rewards.routes import check_sources
 from megarl.train.models import open_model
 from megarl.train.rehearsal import rehearse
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model, with_models
+
+# Of each list of files. The run itself looks at all.
+_FIRST_ROWS = 256
 
 
 def check_plan(config: Config, command: str) -> None:
@@ -59,8 +77,16 @@ def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool)
 
 def _check_settings(config: Config, command: str) -> None:
     """Check settings for a command; those of plugins, only after these have been tried in a process of their own."""
+    require_assertions()
     if not config.algo.plugins:
         TRAINING_CHECKS[command](config)
+        if command == "train":
+            algorithm_of(config)
+            check_sources(config.rewards, [], loads=False)
+            for name in (*config.environment.entries, *filter(None, [config.environment.default])):
+                type_of(config.environment, name)
+        if command == "train-preference":
+            preference_objective(config.train_preference)
 
 
 def _check_models(config: Config, command: str, files: str) -> None:
@@ -100,9 +126,53 @@ def _data(config: Config, command: str) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _check_data(config: Config, command: str) -> None:
-    required = required_columns(config.data) if command == "train" else ()
-    for files in filter(None, _data(config, command)):
-        RowFiles(files, columns=required, required=required, remedy=NAME_COLUMNS, unread=())
+    """Check the columns of data files, the first rows of each list of them, and that there are enough for a batch."""
+    training, held_out = _data(config, command)
+    if command == "train":
+        for files in filter(None, (training, held_out)):
+            rows = check_prompts(config, files)
+            if files is training:
+                size, seed, form = config.trainer.prompts_per_step, config.run.seed, config.data
+                prompt_sampler(form.train, rows.sizes, batch_size=size, seed=seed, shuffle=form.shuffle)
+        return
+    form, sft, section = config.data, config.sft, command.replace("-", "_")
+    for files in filter(None, (training, held_out)):
+        if command == "sft":
+            rows = RowFiles(files, columns=demonstration_columns(form, sft), unread=())
+        else:
+            rows = RowFiles(files, columns=preference_columns(form), required=PREFERENCE_SIDES, unread=())
+        for where, row in _first(rows):
+            if command == "sft":
+                parse_demonstration(row, where, form, sft)
+            else:
+                parse_preference(row, where, form)
+        # A chat may become a row for each of its turns.
+        if files is training and (command != "sft" or sft.train_on != "each"):
+            require_batch(len(rows), getattr(config, section).batch_size, f"{section}.batch_size")
+
+
+def check_prompts(config: Config, files: Sequence[str]) -> RowFiles:
+    """Check the form of the first prompts of files, their environments, and that something judges their data sources.
+
+    Later checks of all rows, and of their length, need a tokenizer.
+    """
+    columns, sources = (*prompt_columns(config.data), config.environment.key), set[str]()
+    rows = RowFiles(files, columns=columns, required=required_columns(config.data), remedy=NAME_COLUMNS, unread=())
+    for where, row in _first(rows):
+        record, environment = read_prompt(row, where, config.data, config.environment)
+        try:
+            if environment:
+                type_of(config.environment, environment)
+            if record.data_source not in sources:
+                check_sources(config.rewards, [record.data_source], loads=False)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        sources.add(record.data_source)
+    return rows
+
+
+def _first(rows: RowFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
+    return ((rows.where(i), row) for i, row in zip(range(_FIRST_ROWS), rows, strict=False))
 
 
 def _require_room(config: Config, root: Path) -> None:

@@ -66,14 +66,14 @@ class SupervisedInputs(Generic[Data]):
     common_tokens: int | None = None
 
 
-def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:
+def in_steps(settings: Settings, num_examples: int, key: str) -> tuple[Settings, tuple[str, ...]]:
     """Return the settings with `total_epochs` turned into optimizer steps, and notes; check that a batch can be filled.
 
     Every batch has `batch_size` examples. If an epoch ends within a batch, the next epoch fills it; only at the end of
     the last epoch are examples left out, if they do not fill a batch. The notes say how many steps there are, and how
-    many examples are left out.
+    many examples are left out. key: that of the settings.
     """
-    require_batch(num_examples, settings.batch_size)
+    require_batch(num_examples, settings.batch_size, f"{key}.batch_size")
     if (epochs := settings.total_epochs) is None:
         return settings, ()
     steps, left = divmod(epochs * num_examples, settings.batch_size)
@@ -180,7 +180,7 @@ def _checked(
     lost: yields warnings about a data set, given the key of its files. of_model: warnings about the model.
     """
     train, val = sets
-    settings, notes = in_steps(getattr(config, section), len(train))
+    settings, notes = in_steps(getattr(config, section), len(train), section)
     config = replace(config, **{section: settings})
     check(config)
     warnings = [*of_model, *warmup_warning(config.actor.optimizer, getattr(config, section).total_steps, "actor")]

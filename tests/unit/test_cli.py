@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -121,7 +121,7 @@ def test_the_settings_are_right_but_for_the_mistake(
         ("rollout.top_p=0.9", ["rollout.top_p: got 0.9", "or rollout.top_p=1.0"]),
         ("rollout.top_k=1", ["rollout.top_k: got 1", "set it to at least 2"]),
         ("data.train=[nowhere.parquet]", ["nowhere.parquet: no such file", "check data.train"]),
-        ("trainer.prompts_per_step=41", ["got 41", "expected 1 to 40", "lower trainer.prompts_per_step"]),
+        ("trainer.prompts_per_step=41", ["trainer.prompts_per_step: got 41", "expected 1 to 40", "lower it"]),
         ("data.max_prompt_tokens=4", ["train.parquet row 0", "data.max_prompt_tokens"]),
         ("algo.policy_loss.name=ppo", ["algo.policy_loss.name", "'ppo'", "ppo_clip"]),
         ("use.algo=grop", ["grop.yaml", "there are: ", ", grpo, "]),
@@ -339,7 +339,22 @@ FIRST_MISTAKES = (
     ("model.path=short", "short/.*.safetensors: tensor .* ends at byte .* of .*; copy the model again"),
     ("model.path=silent", "model.path: silent has no tokenizer_config.json; expected a model directory"),
     ("trainer.total_steps=-1", "trainer.total_steps: got -1, expected >= 0"),
+    ("algo.policy_loss.name=ppo", "algo.policy_loss.name: unknown policy loss 'ppo'; .*expected one of: cispo, "),
+    ("rollout.num_samples=1", "rollout.num_samples: got 1, expected >= 2: the .* estimator compares the samples"),
+    ("algo.aggregation_horizon_tokens=5", "aggregation_horizon_tokens: got 5, which is not read with algo.aggreg"),
+    ("trainer.prompts_per_step=99999", "trainer.prompts_per_step: got 99999, expected 1 to [0-9]+, .*; lower it, or"),
+    ("environment.default=gues", "environment.default: unknown environment 'gues'; did you mean 'guess'"),
+    ("environment.entries={x: {type: gues}}", "environment.entries.x.type: unknown environment 'gues'; .* 'guess'"),
+    ("data.val=[gues.jsonl]", "gues.jsonl row 1: environment: unknown environment 'gues'; did you mean 'guess'"),
+    ("data.val=[poem.jsonl]", "poem.jsonl row 1: data_source: unknown data source 'poem'"),
+    ("data.val=[mute.jsonl]", "mute.jsonl row 1: reward_model: ground_truth is missing"),
+    ("model.dtype=fp16", "model.dtype: got 'fp16' .str., expected one of .*; choose one of these"),
+    ("model.dtype=bf16", "model.dtype: got 'bf16' .str., expected one of .*; did you mean 'bfloat16'"),
+    ("actor.optimizer.lr=1e-6x", "actor.optimizer.lr: got '1e-6x' .str., expected a finite float; write a number, "),
+    ("run.name=7", "run.name: got 7 .int., expected str; put it in quotes, as in '\"7\"'"),
+    ("trainer={total_steps: 4, total_epochs: 1}", "trainer.total_epochs: got 1 beside trainer.total_steps=4; leave"),
 )
+_ROW = {"prompt": "1+1=", "data_source": "math500", "reward_model": {"ground_truth": "2"}}
 
 
 @pytest.fixture
@@ -359,6 +374,14 @@ def mistaken(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         "named.py": "raise SystemExit\ndef mine(): ...",
         "needs.py": "import nosuchpackage\ndef reward_func(queries, prompts, labels): return [1.0]",
         "empty.jsonl": "",
+        **{
+            f"{name}.jsonl": "\n".join(map(json.dumps, (_ROW, {**_ROW, **wrong})))
+            for name, wrong in {
+                "gues": {"environment": "gues"},
+                "poem": {"data_source": "poem"},
+                "mute": {"reward_model": {"style": "rule"}},
+            }.items()
+        },
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -394,6 +417,10 @@ def test_mistakes_are_told_before_libraries_load(dry: bool, settings: list[str],
     commands = [
         ["train", str(TRAIN_FILE), *settings, override, *(["--dry-run"] if dry else [])] for override, _ in mistakes
     ]
+    require_told(commands, [said.replace("{here}", str(mistaken)) for _, said in mistakes])
+
+
+def require_told(commands: Sequence[Sequence[str]], said: Sequence[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TELL],
         input=json.dumps(commands),
@@ -404,8 +431,26 @@ def test_mistakes_are_told_before_libraries_load(dry: bool, settings: list[str],
     )
     ends = [line for line in done.stdout.splitlines() if not line.startswith("… ")]
     assert ends == ["exit 2 []"] * len(commands), done.stderr
-    for (override, said), told in zip(mistakes, done.stderr.split("\n\n"), strict=False):
-        assert re.search(said.replace("{here}", str(mistaken)), told), f"{override}: {told}"
+    for command, expected, told in zip(commands, said, done.stderr.split("\n\n"), strict=False):
+        assert re.search(expected, told), f"{command}: {told}"
+
+
+def test_mistakes_of_plans_and_evaluations_likewise(mistaken: Path, model: Path) -> None:
+    plan = ["plan", "--gpus", "8", "--model"]
+    mistakes = {
+        "--model: got 'qwen3-8bee', expected a directory": [*plan, "qwen3-8bee"],
+        "unknown key 'actor.lauout'": [*plan, "qwen3-8b", "actor.lauout.tp=2"],
+        "algo.policy_loss.name: unknown policy loss 'ppo'": [*plan, "qwen3-8b", "algo.policy_loss.name=ppo"],
+        "no layout of qwen3-8b with actor.layout.tp as given": [*plan, "qwen3-8b", "actor.layout.tp=3"],
+        "nomodel: not a model; expected": ["eval", "nomodel", "--data", "gues.jsonl", "--out", "out"],
+        "nowhere.jsonl: no such file": ["eval", str(model), "--data", "nowhere.jsonl", "--out", "out"],
+        "--k: got 9, expected 1 to": ["eval", str(model), "--k", "9", "--data", "gues.jsonl", "--out", "out"],
+        "gues.jsonl row 1: environment: unknown": ["eval", str(model), "--data", "gues.jsonl", "--out", "out"],
+    }
+    for command in mistakes.values():
+        if command[0] == "eval":
+            command += ["data.max_prompt_tokens=64", "--max-response-tokens", "64"]
+    require_told([*mistakes.values()], [*mistakes])
 
 
 def test_a_disk_without_room_for_the_model(error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ def found(*names):
     return sorted(sys.modules.keys() & set(names))
 
 import megarl.cli, megarl.config.load, megarl.run.first_checks, megarl.rewards.custom.load
+import megarl.algos.rehearsal, megarl.forecast.plan_layouts, megarl.run.evaluation.run, megarl.train.supervised_inputs
 first = found("torch", "transformers", "ray", "scipy", "sympy", "matplotlib")
 import megarl.plan.render
 plan = found("ray", "sympy", "math_verify")

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate
 from megarl.algos.masked import group_index, kept
 from megarl.algos.policy_losses import MAX_LOG_RATIO
 from megarl.algos.token_rewards import returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.types import ScoredBatch, TokenQuantity
 
 # Added to sums of weights before something is divided by them.

@@ -24,6 +24,7 @@ from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
+from megarl.run.first_checks import check_prompts
 from megarl.train.export import exported
 from megarl.train.inputs import check_askers
 from megarl.train.models import open_model
@@ -115,6 +116,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
             raise ConfigError(
                 f"{adapter}: has {VALUE_HEAD}, so it is a reward model's or critic's; evaluate a policy's"
             )
+    check_prompts(config, config.data.val)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     stop_tokens = Answers.of(config.model, config.rollout, tokenizer).stop_tokens
     config = replace(config, rollout=replace(config.rollout, stop_token_ids=stop_tokens.stop_token_ids))

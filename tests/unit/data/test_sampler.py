@@ -71,7 +71,9 @@ def test_the_first_row_is_uniform() -> None:
 
 @pytest.mark.parametrize("batch_size", [0, 4])
 def test_batch_size_out_of_range(batch_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"got {batch_size} rows, expected 1 to 3"):
+    with pytest.raises(
+        ConfigError, match=f"^trainer.prompts_per_step: got {batch_size}, expected 1 to 3, .*; lower it"
+    ):
         PromptSampler(3, batch_size, seed=0)
 
 

@@ -85,7 +85,7 @@ def test_unknown_names() -> None:
         ConfigError, match=r"unknown data source 'gpq'; did you mean 'gpqa'\? .*hendrycks_math.* rewards\.custom$"
     ):
         source_spec("gpq")
-    with pytest.raises(ConfigError, match="unknown data source 'strikt'; did you mean 'strict'"):
+    with pytest.raises(ConfigError, match="unknown scorer 'strikt'; did you mean 'strict'"):
         source_spec("aime2024", scorer="strikt")
     with pytest.raises(ConfigError, match="unknown data source 'luffy/0@ref'"):
         source_spec("aime2024", scorer="luffy/0", mode="ref")

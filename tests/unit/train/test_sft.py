@@ -49,7 +49,7 @@ def test_every_trained_token_counts_once(tmp_path: Path) -> None:
 
 
 def test_epochs_become_steps_and_only_the_last_epoch_loses_rows() -> None:
-    settings, notes = in_steps(SftConfig(batch_size=4, total_epochs=3), 11)
+    settings, notes = in_steps(SftConfig(batch_size=4, total_epochs=3), 11, "sft")
     assert (settings.total_steps, settings.total_epochs) == (8, None)
     assert notes == ("3 epochs of 11 examples are 8 steps of 4; the last 1 of the last epoch are left out",)
     # These are the rows that the trainer's sampler gives: each epoch another order of all rows.
@@ -59,12 +59,12 @@ def test_epochs_become_steps_and_only_the_last_epoch_loses_rows() -> None:
     assert [sorted(epoch) for epoch in epochs[:2]] == [list(range(11))] * 2
     assert len(set(epochs[2])) == len(epochs[2]) == 10
     assert epochs[0] != epochs[1]
-    assert in_steps(TrainRewardConfig(batch_size=4, total_epochs=2), 8)[1] == (
+    assert in_steps(TrainRewardConfig(batch_size=4, total_epochs=2), 8, "train_reward")[1] == (
         "2 epochs of 8 examples are 4 steps of 4",
     )
 
 
 def test_a_length_in_steps_is_left_alone() -> None:
-    assert in_steps(SftConfig(batch_size=4, total_steps=5), 11)[0].total_steps == 5
-    with pytest.raises(ConfigError):
-        in_steps(SftConfig(batch_size=12), 11)
+    assert in_steps(SftConfig(batch_size=4, total_steps=5), 11, "sft")[0].total_steps == 5
+    with pytest.raises(ConfigError, match=r"^sft\.batch_size: got 12, expected 1 to 11"):
+        in_steps(SftConfig(batch_size=12), 11, "sft")
