@@ -1,13 +1,15 @@
 """Forecast the seconds of a planned run's step from its settings and config.json alone."""
 
+from megarl.cluster.object_store import object_store
 from megarl.cluster.roles import by_layout
 from megarl.config.schema import Config
 from megarl.forecast.costs import Constants, Hardware, StepCost, step_cost
 from megarl.host.device.platform import assuming
 from megarl.launch.submit import StopForecast
-from megarl.plan.build import role_plan
+from megarl.plan.build import plan_nodes, role_plan
 from megarl.plan.devices import plan_devices
 from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes
+from megarl.plan.run_plan import DevicePlan
 from megarl.plan.sizes import SizedRun, size_run
 
 # Memory of the GPU that is assumed where none is named: an H100.
@@ -23,7 +25,7 @@ def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, constants:
 
 
 def planned_stop(config: Config) -> StopForecast:
-    """Forecast how long a run takes to stop. Raises ConfigError as a run would."""
+    """Forecast how long a run takes to stop, and what it needs of a host. Raises ConfigError as a run would."""
     with assuming("cuda"):
         run, hardware = size_run(config, DEVICE_BYTES), Hardware()
         cost, num_bytes = _cost(run, Constants()), 0.0
@@ -33,17 +35,33 @@ def planned_stop(config: Config) -> StopForecast:
         trained = sum(shard.num_trained_parameters for shard in mine) / sum(shard.num_parameters for shard in mine)
         count = role_plan(role, run.specs[role.role]).num_parameters * min(1.0, trained)
         num_bytes += checkpoint_bytes(int(count), DTYPE_BYTES[role.model.dtype], 1, shard=0, portable=False)
-    num_nodes = -(-config.actor.layout.world_size // hardware.per_node)
-    return StopForecast(step=cost.total, uncut=cost.train + cost.sync, checkpoint=num_bytes / num_nodes / STORAGE_BYTES)
+        nodes = plan_nodes(run.config, run.engine, _devices(run), by_layout(run.roles), run.shards)
+        store = object_store(run.config, room=1 << 60)
+    num_nodes, fullest = -(-config.actor.layout.world_size // hardware.per_node), max(nodes, key=lambda x: x.offloaded)
+    return StopForecast(
+        step=cost.total,
+        uncut=cost.train + cost.sync,
+        checkpoint=num_bytes / num_nodes / STORAGE_BYTES,
+        host={
+            "the offloaded trainer": fullest.offloaded,
+            "a checkpoint in the making": (
+                fullest.portable_checkpoint if config.checkpoint.portable else fullest.checkpoint
+            ),
+            "Ray's object store": store.value << 20 if store else 0,
+        },
+    )
+
+
+def _devices(run: SizedRun) -> list[DevicePlan]:
+    return plan_devices(by_layout(run.roles), run.shards, run.engine, offload=run.config.placement.offload)
 
 
 def _cost(run: SizedRun, constants: Constants) -> StepCost:
-    devices = plan_devices(by_layout(run.roles), run.shards, run.engine, offload=run.config.placement.offload)
     return step_cost(
         run.config,
         run.actor.dims,
         run.shards,
-        devices,
+        _devices(run),
         run.engine,
         num_forward_passes=len(run.needed),
         hardware=Hardware(),

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -30,6 +30,8 @@ TEMPLATES = PACKAGED.parent / "slurm"
 _ENVIRONMENT = "slurm/env.sh"
 _NEXT_COMPONENT, _AFTER_OPTIONS = "#SBATCH hetjob\n", "set -euo pipefail\n"
 _GRES = re.compile(r"\bgpu(?::[a-zA-Z][\w.-]*)?(?::(?P<count>\d+))?(?=[,(]|$)")
+_MEMORY = re.compile(r"--mem(?P<per>|-per-cpu|-per-gpu)=(?P<number>\d+)(?P<unit>[KMGTkmgt]?)B?")
+_PARTITION = re.compile(r"(?:--partition=|-p ?)(\S+)")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -60,12 +62,13 @@ class NodesRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopForecast:
     """Seconds that a planned step is expected to take, those in which a signal does not cut it short, and those of a
-    checkpoint.
+    checkpoint. host: the least bytes of host memory that the fullest node needs, by what needs them.
     """
 
     step: float
     uncut: float
     checkpoint: float
+    host: Mapping[str, int] = field(default_factory=dict)
 
 
 Forecast: TypeAlias = Callable[[Config], StopForecast]
@@ -105,6 +108,7 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
     read = subprocess.run(["/bin/bash", "-n", _ENVIRONMENT], capture_output=True, encoding="utf-8", errors="replace")
     if read.returncode and Path(_ENVIRONMENT).is_file():
         raise ConfigError(f"{next(iter(read.stderr.splitlines()), _ENVIRONMENT)}; correct it, and submit again")
+    _check_queue(script, request)
     if dry_run:
         print(script, end="")
         return []
@@ -195,6 +199,7 @@ def _check_signal(request: SubmitRequest, forecast: Callable[[], StopForecast] |
         said = f"warning: --signal-s={request.signal_s}: is not checked, as {error}; make it longer than a step takes"
         print_lines(said, file=sys.stderr)
         return
+    _check_memory(request.nodes, stop.host)
     least = math.ceil((stop.step + stop.checkpoint) / 60) * 60
     if request.signal_s >= stop.step + stop.checkpoint:
         return
@@ -206,6 +211,42 @@ def _check_signal(request: SubmitRequest, forecast: Callable[[], StopForecast] |
     if request.signal_s < stop.uncut + stop.checkpoint:
         raise ConfigError(said)
     print_lines(f"warning: {said}", file=sys.stderr)
+
+
+def _check_memory(nodes: NodesRequest, needs: Mapping[str, int]) -> None:
+    """Raise ConfigError if a job asks for less memory on a node than the trainer needs there."""
+    for option in nodes.sbatch_options:
+        if (found := _MEMORY.fullmatch(option)) is None or not int(found["number"]):
+            continue
+        times = {"": 1, "-per-cpu": nodes.cpus_per_node, "-per-gpu": nodes.gpus_per_node}[found["per"]]
+        asked = int(found["number"]) * times * 1024 ** ("KMGT".index(found["unit"].upper() or "M") + 1)
+        if asked < (needed := sum(needs.values())):
+            parts = ", ".join(f"{size / 2**30:,.0f} for {what}" for what, size in needs.items() if size)
+            raise ConfigError(
+                f"--sbatch: got {option}, {asked / 2**30:,.0f} GiB of a node's memory, but this run needs at least "
+                f"{needed / 2**30:,.0f}: {parts}; ask for more, or for a node's whole memory with --mem=0"
+            )
+
+
+def _check_queue(script: str, request: SubmitRequest) -> None:
+    """Have Slurm check a job, where it answers. Raises WorkerError for one that it refuses, and ConfigError for a time
+    limit above that of a component's partition, for which many a Slurm lets jobs wait for ever.
+    """
+    if (partitions := slurm_says("sinfo", "--noheader", "--format=%P %l")).returncode:
+        return
+    if (done := slurm_says("sbatch", "--test-only", text=script)).returncode:
+        raise WorkerError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
+    # Slurm marks the partition of jobs that name none.
+    rows = [line.split() for line in partitions.stdout.splitlines()]
+    limits, chosen = {name.rstrip("*"): limit for name, limit in rows}, [x for x, _ in rows if x.endswith("*")]
+    for nodes in filter(None, (request.nodes, request.engine_nodes)):
+        chosen = [found[1] for each in nodes.sbatch_options if (found := _PARTITION.fullmatch(each))] or chosen
+        for name in (each.rstrip("*") for each in chosen):
+            limit = limits.get(name, "infinite")
+            if _TIME.fullmatch(limit) and seconds_of(limit) < seconds_of(request.time_limit):
+                raise ConfigError(
+                    f"--time: got {request.time_limit}, but jobs in the partition {name} may take {limit}; lower it"
+                )
 
 
 def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> str:

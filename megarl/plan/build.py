@@ -125,7 +125,7 @@ def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPla
             )
             for layout, hosted in layouts.items()
         ),
-        nodes=_nodes(config, engine, devices, layouts, shards),
+        nodes=plan_nodes(config, engine, devices, layouts, shards),
         steps=StepPlan(
             rows_per_step=counts.rows_per_step,
             rows_per_optimizer_step=counts.rows_per_optimizer_step,
@@ -180,7 +180,7 @@ def _model_parameters(spec: ModelSpec, head: Head) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _nodes(
+def plan_nodes(
     config: Config,
     engine: EnginePlan,
     devices: Sequence[DevicePlan],

@@ -30,3 +30,6 @@ def test_a_checkpoint_holds_weights_main_parameters_and_moments() -> None:
     stop = planned_stop(load_config(REPOSITORY / "configs" / "run" / "gsm8k-qwen3-32b.yaml", overrides))
     assert stop.checkpoint == pytest.approx(14 * 32.762e9 / 4e9, rel=1e-3)
     assert 0 < stop.uncut < stop.step
+    # Eight ranks of a node have a sixteenth of the weights each (2 bytes), and half of that of the optimizer (12).
+    for what in ("the offloaded trainer", "a checkpoint in the making"):
+        assert stop.host[what] == pytest.approx(8 * (2 / 16 + 12 / 32) * 32.762e9, rel=1e-2)

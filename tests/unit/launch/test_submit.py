@@ -48,6 +48,53 @@ def test_a_signal_after_which_a_step_and_a_checkpoint_do_not_end_is_refused_or_w
     assert (f"warning: {said}" in capsys.readouterr().err) == warned
 
 
+@pytest.mark.parametrize(
+    ("option", "refused"),
+    # 96 CPUs and 8 GPUs to a node, which needs 128 GiB.
+    [
+        ("--mem=127G", "127 GiB"),
+        ("--mem=128G", None),
+        ("--mem=0", None),
+        ("--mem=131071", "128 GiB"),
+        ("--mem-per-cpu=1G", "96 GiB"),
+        ("--mem-per-cpu=1366M", None),
+        ("--mem-per-gpu=15G", "120 GiB"),
+        ("--mem-per-gpu=16g", None),
+    ],
+)
+def test_less_memory_than_a_node_needs_is_refused(option: str, refused: str | None) -> None:
+    host = {"the offloaded trainer": 100 << 30, "a checkpoint in the making": 28 << 30, "Ray's object store": 0}
+    stop = StopForecast(step=1.0, uncut=1.0, checkpoint=1.0, host=host)
+    request = replace(REQUEST, nodes=replace(REQUEST.nodes, sbatch_options=(option,)), forecast=lambda _: stop)
+    said = (
+        f"^--sbatch: got {option}, {refused} of a node's memory, but this run needs at least 128: 100 for the "
+        "offloaded trainer, 28 for a checkpoint in the making; ask for more"
+    )
+    with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():
+        job_script(request)
+
+
+@pytest.mark.parametrize(
+    ("options", "engines"),
+    [(("-p gpu",), ()), ((), ()), (("-p gpu",), ("--partition=small",)), (("-p gpu",), ("-p small",))],
+)
+def test_slurm_checks_a_job_and_its_partitions_first(
+    options: tuple[str, ...], engines: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dry runs too; many a Slurm takes a job above its partition's limit, and never starts it."""
+    _fake_sbatch(tmp_path, f"echo $@ >> {tmp_path}/log; cat > /dev/null; echo 'Job 7 to start' >&2")
+    _fake(tmp_path / "sinfo", "echo 'gpu infinite'; echo 'small* 1-00:00:00'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    split = NodesRequest(num_nodes=2, gpus_per_node=8, cpus_per_node=32, sbatch_options=engines)
+    request = replace(REQUEST, nodes=replace(REQUEST.nodes, sbatch_options=options))
+    if engines:
+        request = replace(request, overrides=(*REQUEST.overrides, *SPLIT), engine_nodes=split)
+    said = "--time: got 2-00:00:00, but jobs in the partition small may take 1-00:00:00; lower it"
+    with pytest.raises(ConfigError, match=f"^{said}$") if engines or not options else contextlib.nullcontext():
+        submit(request, dry_run=True)
+    assert (tmp_path / "log").read_text() == "--test-only\n"
+
+
 def test_a_mistake_in_env_sh_is_told_before_the_job_waits_in_the_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +345,10 @@ def test_a_job_needs_its_environment_where_it_starts(tmp_path: Path, monkeypatch
 
 
 def _fake_sbatch(directory: Path, body: str) -> None:
-    script = directory / "sbatch"
+    _fake(directory / "sbatch", body)
+
+
+def _fake(script: Path, body: str) -> None:
     script.write_text(f"#!/bin/bash\n{body}\n")
     script.chmod(0o755)
 
