@@ -261,10 +261,11 @@ def _explain_option(arguments: argparse.Namespace) -> None:
 
 def _init(arguments: argparse.Namespace) -> None:
     from megarl.plan.init import ask_missing, dry_run, init_run
+    from megarl.run.first_checks import check_prompts
 
     options = ("model", "train", "val", "algo", "gpus", "prompt_key", "label_key", "reward", "data_source")
     request = ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options})
-    file = init_run(request)
+    file = init_run(request, check_prompts)
     print_lines(f"wrote {file}; next: {dry_run(file, request.gpus)}")
 
 

@@ -13,14 +13,13 @@ from typing import Any
 import yaml
 
 from megarl.config.load import PACKAGED, SCHEMA, load_config
+from megarl.config.schema import Config
 from megarl.data.files import columns_of
 from megarl.errors import ConfigError, DataError
 from megarl.host.device.accelerators import nvidia_devices
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
 from megarl.host.writing import replacing
-from megarl.plan.build import plan_run
-from megarl.plan.derive import FILL
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 
@@ -121,7 +120,10 @@ def ask_missing(directory: Path, given: Mapping[str, Any]) -> InitRequest:
     }
     missing = [name for name in questions if name not in known]
     if missing and not sys.stdin.isatty():
-        raise ConfigError(f"megarl init: --{', --'.join(missing)}: not given, and there is no terminal to ask on")
+        raise ConfigError(
+            f"megarl init: --{', --'.join(missing)}: not given, and there is no terminal to ask on; "
+            "give what is missing (`--val` alone: no validation)"
+        )
     for name in missing:
         known[name] = questions[name].ask()
     if missing:
@@ -198,12 +200,13 @@ def dry_run(file: Path, gpus: int) -> str:
     return f"megarl train {shlex.quote(str(file))} --dry-run" + (" --device-gib 80" if gpus else "")
 
 
-def init_run(request: InitRequest) -> Path:
+def init_run(request: InitRequest, look: Callable[[Config], object] = lambda _: None) -> Path:
     """Write DIR/run.yaml with comments, after the checks of `--dry-run`; return its path.
 
     The layout is the one with the fewest devices per replica whose plan fits into 80 GiB per GPU. Nothing is written if
     this raises: ConfigError if the file exists, if no layout fits, or for what the checks refuse; DataError, which
-    names the options that may help, for data that cannot be read or judged.
+    names the options that may help, for data that cannot be read or judged. look: a quick check of the data, which
+    comes before anything else.
     """
     file = request.directory / "run.yaml"
     if file.exists():
@@ -219,7 +222,11 @@ def init_run(request: InitRequest) -> Path:
     if request.reward and request.data_source is None and "data_source" not in columns:
         request = replace(request, data_source=request.directory.resolve().name)
     with tempfile.TemporaryDirectory() as scratch:
-        text = _first_that_fits(request, Path(scratch) / "run.yaml", positions)
+        draft = Path(scratch) / "run.yaml"
+        draft.write_text(_text(request, tp=1, pp=1, positions=positions), encoding="utf-8")
+        if train.is_file():
+            _check_data(draft, request, look)
+        text = _first_that_fits(request, draft, positions)
     request.directory.mkdir(parents=True, exist_ok=True)
     with replacing(file) as written:
         written.write_text(text, encoding="utf-8")
@@ -228,6 +235,10 @@ def init_run(request: InitRequest) -> Path:
 
 def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
     """Return the run file with the first layout that fits; `draft` is written over."""
+    # With torch, for which mistakes in options need not wait.
+    from megarl.plan.build import plan_run
+    from megarl.plan.derive import FILL
+
     refusals: list[ConfigError] = []
     # The sizes with fewer devices per replica first, tp before pp.
     sizes = itertools.product((1, 2, 4, 8), repeat=2) if request.gpus else [(1, 1)]
@@ -241,7 +252,7 @@ def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
             continue
         peak = max(phase.total for device in plan.devices for phase in device.phases.values())
         if not request.gpus or peak <= FILL * GPU_BYTES:
-            _check_data(draft, request)
+            _check_data(draft, request, plan_run)
             return text
     if refusals:
         raise refusals[0]
@@ -251,9 +262,9 @@ def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
     )
 
 
-def _check_data(draft: Path, request: InitRequest) -> None:
+def _check_data(draft: Path, request: InitRequest, check: Callable[[Config], object]) -> None:
     try:
-        plan_run(load_config(draft))
+        check(load_config(draft))
     except (ConfigError, DataError) as error:
         given = {"--prompt-key": request.prompt_key, "--label-key": request.label_key}
         read = "".join(f" {option} {column}" for option, column in given.items() if column)

@@ -151,12 +151,13 @@ def _check_data(config: Config, command: str) -> None:
             require_batch(len(rows), getattr(config, section).batch_size, f"{section}.batch_size")
 
 
-def check_prompts(config: Config, files: Sequence[str]) -> RowFiles:
+def check_prompts(config: Config, files: Sequence[str] = ()) -> RowFiles:
     """Check the form of the first prompts of files, their environments, and that something judges their data sources.
 
-    Later checks of all rows, and of their length, need a tokenizer.
+    files: by default those to train on. Later checks of all rows, and of their length, need a tokenizer.
     """
     columns, sources = (*prompt_columns(config.data), config.environment.key), set[str]()
+    files = files or train_files(config.data.train)
     rows = RowFiles(files, columns=columns, required=required_columns(config.data), remedy=NAME_COLUMNS, unread=())
     for where, row in _first(rows):
         record, environment = read_prompt(row, where, config.data, config.environment)
