@@ -56,10 +56,10 @@ class HeadProbs:
     [n] the probability of all other tokens. Both are normalised over what could be sampled.
     """
 
-    log_p: torch.Tensor
-    log_q: torch.Tensor
-    rest_p: torch.Tensor
-    rest_q: torch.Tensor
+    log_p: Tensor
+    log_q: Tensor
+    rest_p: Tensor
+    rest_q: Tensor
 
 
 class HeadMeasure(Protocol):
@@ -71,10 +71,10 @@ class HeadMeasure(Protocol):
     @property
     def keeps_sampled(self) -> bool: ...
 
-    def value(self, x: HeadProbs) -> torch.Tensor:
+    def value(self, x: HeadProbs) -> Tensor:
         """Return it, [n]."""
 
-    def slopes(self, x: HeadProbs) -> torch.Tensor:
+    def slopes(self, x: HeadProbs) -> Tensor:
         """Return its derivatives by log_p, [n, K], each from that token and the rests alone."""
 
 

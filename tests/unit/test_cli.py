@@ -339,7 +339,7 @@ FIRST_MISTAKES = (
     ("model.path=short", "short/.*.safetensors: tensor .* ends at byte .* of .*; copy the model again"),
     ("model.path=silent", "model.path: silent has no tokenizer_config.json; expected a model directory"),
     ("trainer.total_steps=-1", "trainer.total_steps: got -1, expected >= 0"),
-    ("algo.policy_loss.name=ppo", "algo.policy_loss.name: unknown policy loss 'ppo'; .*expected one of: cispo, "),
+    ("algo.policy_loss.name=ppo", "algo.policy_loss.name: unknown policy loss 'ppo'; .*expected one of: .*cispo, "),
     ("rollout.num_samples=1", "rollout.num_samples: got 1, expected >= 2: the .* estimator compares the samples"),
     ("algo.aggregation_horizon_tokens=5", "aggregation_horizon_tokens: got 5, which is not read with algo.aggreg"),
     ("trainer.prompts_per_step=99999", "trainer.prompts_per_step: got 99999, expected 1 to [0-9]+, .*; lower it, or"),
