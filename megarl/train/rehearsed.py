@@ -106,12 +106,13 @@ def try_parts(trial: "Trial", teller: Teller) -> None:
 
 
 def try_functions(trial: "Trial", teller: Teller) -> None:
-    """Load the files of reward functions; what these answer to the run's own prompts is looked at later."""
+    """Load reward functions and look at their parameters; what they answer to the run's prompts is looked at later."""
     from megarl.rewards.custom.load import load_function
+    from megarl.rewards.custom.signatures import signature_of
 
     for name, each in trial.config.rewards.custom.all_functions().items():
         with teller.trying(f"rewards.custom: the function {name}"):
-            load_function(Path(each.path), each.name)
+            signature_of(load_function(path := Path(each.path), each.name), path, each.arguments)
 
 
 def try_episodes(trial: "Trial", teller: Teller) -> None:

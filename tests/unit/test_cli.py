@@ -333,6 +333,7 @@ FIRST_MISTAKES = (
         "rewards.custom.path=needs.py",
         "needs.py:1: ModuleNotFoundError: No module named 'nosuchpackage'; install nosuch",
     ),
+    ("rewards.custom.path=alien.py", "alien.py:2: reward_func: got the parameters .a., expected one of .*; rename one"),
     ("data.train=[empty.jsonl]", "the data set is empty .empty.jsonl.; expected at least one row"),
     ("data.val=[empty.jsonl]", "the data set is empty .empty.jsonl.; expected at least one row"),
     ("actor.layout={tp: 3}", "actor.layout.tp: got 3, which does not divide the model's num_attention_heads=4"),
@@ -373,6 +374,7 @@ def mistaken(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         "broken.py": "def reward_func()\n    return 1",
         "named.py": "raise SystemExit\ndef mine(): ...",
         "needs.py": "import nosuchpackage\ndef reward_func(queries, prompts, labels): return [1.0]",
+        "alien.py": "\ndef reward_func(a): return 1.0",
         "empty.jsonl": "",
         **{
             f"{name}.jsonl": "\n".join(map(json.dumps, (_ROW, {**_ROW, **wrong})))

@@ -67,7 +67,7 @@ def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, objec
         found = TRL
     if found is None:
         known = ", ".join(f"{each.parameter} ({each.name})" for each in SIGNATURES)
-        raise ConfigError(f"{where}: got the parameters ({', '.join(parameters)}), expected one of {known}")
+        raise ConfigError(f"{where}: got the parameters ({', '.join(parameters)}), expected one of {known}; rename one")
     if found is not TRL:  # whose parameters are columns of the data
         try:
             found.bind(function, [Question(data_source="", prompt="", response="", ground_truth="")], extra)
