@@ -47,7 +47,7 @@ def planned_stop(config: Config) -> StopForecast:
             "a checkpoint in the making": (
                 fullest.portable_checkpoint if config.checkpoint.portable else fullest.checkpoint
             ),
-            "Ray's object store": store.value << 20 if store else 0,
+            "Ray's object store": store.value << 20 if store and isinstance(store.value, int) else 0,
         },
     )
 

@@ -100,9 +100,9 @@ MOST_LINES = {
     "cli": 350,
     "cluster": 3950,
     # 195 for targets of plans and the table of what works on them.
-    "config": 6095,
+    "config": 6145,
     "convert": 2150,
-    "data": 3600,
+    "data": 3615,
     # 58 for networks, locked memory and caches of nodes.
     "doctor": 808,
     "environments": 2600,
