@@ -265,7 +265,7 @@ def canonical(text: str) -> str:
 
 def _rewritten(text: str, rows: Sequence[tuple[re.Pattern[str], Replacement, bool]]) -> str:
     for pattern, replacement, is_command in rows:
-        if not is_command or "\\" in text:
+        if (not is_command or "\\" in text) and pattern.search(text):
             text = pattern.sub(replacement, text)
     return text
 

@@ -123,15 +123,15 @@ def score(
     spec = source_spec(data_source) if source is None else source
     scorer = SCORERS.get(spec.variant)
     rewards = [scorer(response, truth, extra_info, **(arguments or {})) for truth in _read(scorer.truths, ground_truth)]
-    reward = max(rewards, key=lambda each: (each.score, -each.details.get(PARSE_FAILED, 0.0)))
-    failed = reward.details.get(PARSE_FAILED, 0.0) == 1.0
+    best = max(rewards, key=lambda r: (r.score, -r.details.get(PARSE_FAILED, 0.0))) if len(rewards) > 1 else rewards[0]
+    failed = best.details.get(PARSE_FAILED, 0.0) == 1.0
     well_formed = spec.format is not None and FORMATS.get(spec.format)(response)
-    details = {**reward.details, **({} if spec.format is None else {"format": float(well_formed)})}
+    details = {**best.details, **({} if spec.format is None else {"format": float(well_formed)})}
     if failed and not well_formed and spec.malformed is not None:
-        return Reward(score=spec.malformed, correct=False, details=details, own_score=reward.score)
-    share = (1.0 - spec.format_weight) * reward.score + spec.format_weight * well_formed
+        return Reward(score=spec.malformed, correct=False, details=details, own_score=best.score)
+    share = (1.0 - spec.format_weight) * best.score + spec.format_weight * well_formed
     total = spec.wrong + (spec.correct - spec.wrong) * share
-    return Reward(score=total, correct=reward.correct, details=details, own_score=reward.score)
+    return Reward(score=total, correct=best.correct, details=details, own_score=best.score)
 
 
 @lru_cache(maxsize=4096)
