@@ -6,9 +6,9 @@ clamped to ±20; sg is the stop-gradient. All masks and weights are detached.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, Literal
 
 from megarl.algos.policy_losses import (
     MAX_LOG_RATIO,
@@ -20,11 +20,10 @@ from megarl.algos.policy_losses import (
 )
 from megarl.config.algo import PolicyLossConfig
 from megarl.config.torch_later import Tensor, torch
+from megarl.types.objectives import HeadProbs
 
 # The cap of CTPO's cumulative log-ratios, from above only.
 _MAX_CUMULATIVE = 10.0
-# (log-probs of the policy, those of the anchor) → how far apart both are at each token.
-Divergence: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def _terms(x: PolicyLossInputs, loss: Tensor, **diagnostics: Tensor) -> PolicyLossTerms:
@@ -56,8 +55,30 @@ def binary_kl(logprobs: Tensor, anchor: Tensor) -> Tensor:
     return anchor.exp() * (anchor - logprobs) + rest * (rest.log() - (-logprobs.expm1()).log())
 
 
-def _dppo(x: PolicyLossInputs, cfg: PolicyLossConfig, divergence: Divergence) -> PolicyLossTerms:
-    apart, moved = divergence(x.logprobs, x.old_logprobs.detach()), x.log_ratio.detach()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopDivergence:
+    """The divergence of policy from engine where each of the engine's k likeliest tokens and the sampled one is an
+    outcome of its own, and all others are one; a lower bound of that over the whole vocabulary. It has no gradient.
+    """
+
+    kind: Literal["tv", "kl"]
+    keeps_sampled: ClassVar[bool] = True
+
+    def slopes(self, x: HeadProbs) -> Tensor:
+        return torch.zeros_like(x.log_p)
+
+    def value(self, x: HeadProbs) -> Tensor:
+        """Return ½·Σ|p − q|, or Σ q·ln(q/p), [n]."""
+        q = x.log_q.exp()
+        if self.kind == "tv":
+            return ((x.log_p.exp() - q).abs().sum(1) + (x.rest_p - x.rest_q).abs()) / 2
+        least = torch.finfo(q.dtype).tiny
+        rests = x.rest_q * (x.rest_q.clamp(min=least) / x.rest_p.clamp(min=least)).log()
+        return torch.where(q > 0, q * (x.log_q - x.log_p), 0.0).sum(1) + rests
+
+
+def _dppo(x: PolicyLossInputs, cfg: PolicyLossConfig, apart: Tensor) -> PolicyLossTerms:
+    moved = x.log_ratio.detach()
     raised = (x.advantages > 0) & (moved > 0) & (apart > cfg.clip_high)
     lowered = (x.advantages < 0) & (moved < 0) & (apart > cfg.clip_low)
     blocked = raised | lowered
@@ -77,7 +98,7 @@ def dppo_tv(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> dppo_tv(loss_inputs([[2.0, 0.5]], [[1.0, 1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[0.0, -0.5]]
     """
-    return _dppo(x, cfg, binary_tv)
+    return _dppo(x, cfg, binary_tv(x.logprobs, x.old_logprobs.detach()))
 
 
 @POLICY_LOSSES.register(
@@ -90,7 +111,43 @@ def dppo_kl(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> dppo_kl(loss_inputs([[2.0, 0.5]], [[1.0, 1.0]]), cfg).loss.round(decimals=2).tolist()
     [[0.0, -0.5]]
     """
-    return _dppo(x, cfg, binary_kl)
+    return _dppo(x, cfg, binary_kl(x.logprobs, x.old_logprobs.detach()))
+
+
+def _beside(x: PolicyLossInputs) -> Tensor:
+    if x.beside is None:
+        raise ValueError("nothing compared the policy with the engine's head; it needs megarl train")
+    return x.beside.detach()
+
+
+@POLICY_LOSSES.register("dppo_top_tv", options=_DPPO_RANGE, measure=lambda cfg: TopDivergence(kind="tv"))
+def dppo_top_tv(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute DPPO as `dppo_tv` does, with the total variation between the engine's recorded head and the policy.
+
+    It is never below the binary one, so bounds do not carry over. SkyRL reports no gain over `dppo_tv`.
+
+    >>> x = replace(loss_inputs([[2.0]], [[1.0]]), beside=tensor([[0.25]]))
+    >>> dppo_top_tv(x, PolicyLossConfig()).loss.tolist()
+    [[0.0]]
+    """
+    return _dppo(x, cfg, _beside(x))
+
+
+@POLICY_LOSSES.register(
+    "dppo_top_kl",
+    options=_DPPO_RANGE,
+    tuned_clip=0.1,
+    clip_note="whose bound is a KL divergence; SkyRL advises 0.05 for `dppo_kl`, which is never above it",
+    measure=lambda cfg: TopDivergence(kind="kl"),
+)
+def dppo_top_kl(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute DPPO as `dppo_top_tv` does, with KL(engine ‖ policy) over the head, the token, and all others as one.
+
+    >>> x = replace(loss_inputs([[2.0]], [[1.0]]), beside=tensor([[0.04]]))
+    >>> dppo_top_kl(x, PolicyLossConfig(clip_high=0.05)).loss.tolist()
+    [[-2.0]]
+    """
+    return _dppo(x, cfg, _beside(x))
 
 
 @POLICY_LOSSES.register("drpo", options=("drpo_delta",))

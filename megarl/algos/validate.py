@@ -170,6 +170,11 @@ def _check_head(cfg: AlgoConfig) -> None:
             f"algo.correction.name: got {cfg.correction.name!r} with {key}, which weighs tokens by the ratio of the "
             "current policy to the engine itself, so that both would weigh them twice; set algo.correction.name=none"
         )
+    if "old_logprobs" in loss.reads and not CORRECTIONS.get(cfg.correction.name).rollout_ratio:
+        raise ConfigError(
+            f"algo.correction.name: got {cfg.correction.name!r} with {key}, whose recorded head is the engine's, not "
+            "that of old weights, so that the ratio has to be to the engine too; set algo.correction.name=rollout_ratio"
+        )
     if cfg.distill.is_dense:
         raise ConfigError(
             f"algo.distill.mode: got {cfg.distill.mode} with {key}, but the log-prob head compares the policy with one "

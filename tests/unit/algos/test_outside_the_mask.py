@@ -53,7 +53,7 @@ LOSS_ESTIMATORS = [name for name in KL_ESTIMATORS if KL_ESTIMATORS.get(name).ref
 def policy_loss_config(name: str) -> AlgoConfig:
     return AlgoConfig(
         policy_loss=PolicyLossConfig(name=name),
-        correction=CorrectionConfig(name="rollout_ratio" if name == "bapo" else "none"),
+        correction=CorrectionConfig(name="rollout_ratio" if name == "bapo" or "_top_" in name else "none"),
         aggregation="seq-mean-token-mean" if POLICY_LOSSES.get(name).row_ratio else "token-mean",
     )
 

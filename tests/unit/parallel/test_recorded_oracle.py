@@ -1,0 +1,113 @@
+"""The head beside recorded heads against formulas that were written without sight of our code, on random cases."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algos.centering import Centering
+from megarl.algos.off_policy_losses import TopDivergence
+from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
+from megarl.config.algo import PolicyLossConfig
+from megarl.parallel.head.distill import DistilledLogprobs, vocab_parallel_divergence
+from megarl.parallel.head.logprobs import HeadOptions
+from megarl.parallel.head.recorded import RecordedHead
+from megarl.parallel.head.statistics import vocab_shard
+from megarl.types.objectives import HeadMeasure
+from tests.helpers import offpolicy_oracle as oracle
+from tests.helpers.head_ranks import ONE_RANK
+from tests.helpers.offpolicy_cases import KINDS, Case, cases
+
+RELATIVE = 1e-9
+RULES = [("none", None, None, 0.0, 2.0), ("tis", None, None, 0.0, 2.0), ("tis", 0.5, 3.0, 0.5, 3.0)]
+RULES += [("mis", None, None, 0.5, 5.0)]
+numbers_of_cases = pytest.mark.parametrize(
+    ("seed", "count"), [(0, 2 * len(KINDS)), pytest.param(1, 2000, marks=pytest.mark.long)]
+)
+
+
+def beside(
+    case: Case, logits: Tensor, ids: Tensor, log_q: Tensor, measure: HeadMeasure, nucleus: Tensor | None = None
+) -> DistilledLogprobs:
+    """Our head, whose hidden states are the logits themselves."""
+    size = logits.shape[-1]
+    return vocab_parallel_divergence(
+        logits,
+        torch.eye(size, dtype=torch.float64),
+        case.tokens.flatten(),
+        shard=vocab_shard(ONE_RANK, size, size),
+        teacher=RecordedHead(logprobs=log_q.flatten(0, 1), ids=ids.flatten(0, 1), measure=measure),
+        options=HeadOptions(chunk_tokens=3),
+        nucleus=nucleus if nucleus is None else nucleus.flatten(0, 1),
+    )
+
+
+def ids_of(support: Tensor) -> Tensor:
+    """The tokens of a mask [B, T, V], padded with −1."""
+    order = support.double().sort(dim=-1, descending=True, stable=True)
+    width = int(support.sum(-1).max())
+    return order.indices.masked_fill(order.values == 0, -1)[..., :width]
+
+
+@numbers_of_cases
+@pytest.mark.parametrize("truncates", [False, True])
+def test_score_centering(truncates: bool, seed: int, count: int) -> None:
+    num_gradients = 0
+    for number, case in enumerate(cases(seed, count)):
+        weight, low, high, lo, hi = RULES[number % len(RULES)]
+        given: Any = weight
+        cfg = PolicyLossConfig(name="score_centering", center_weight=given, center_low=low, center_high=high)
+        theirs, ours = (case.logits.clone().requires_grad_() for _ in range(2))
+        if truncates:
+            log_q = case.roll_logits.masked_fill(~case.support, -torch.inf).log_softmax(-1)
+            log_q = log_q.masked_fill(~case.support, 0.0)
+            ids = nucleus = ids_of(case.support)
+            recorded = log_q.gather(-1, ids.clamp(min=0))
+            args = (case.advantage, case.mask, weight, lo, hi)
+            expected = oracle.score_centering_support(theirs, case.tokens, case.support, log_q, *args)
+        else:
+            log_q, nucleus = case.roll_logits.log_softmax(-1), None
+            ids, recorded = case.head_ids.masked_fill(~case.head_mask, -1), log_q.gather(-1, case.head_ids)
+            args = (case.head_mask, case.advantage, case.mask, weight, lo, hi)
+            expected = oracle.score_centering_head(theirs, case.tokens, case.roll, case.head_ids, recorded, *args)
+        sampled = log_q.gather(-1, case.tokens[..., None])[..., 0]
+        out = beside(case, ours.flatten(0, 1), ids, recorded, Centering.of(cfg), nucleus)
+        x = PolicyLossInputs(
+            logprobs=out.logprobs.view_as(sampled),
+            old_logprobs=sampled,
+            advantages=case.advantage[:, None].expand(sampled.shape),
+            loss_mask=case.mask,
+            rollout_logprobs=sampled,
+            beside=out.divergence.view_as(sampled),
+        )
+        loss = torch.where(case.mask, policy_loss(x, cfg).loss, 0.0).sum()
+        what = f"case {number} ({case.kind}), {weight}"
+        gradients = [torch.autograd.grad(value, leaf)[0] for value, leaf in ((loss, ours), (expected, theirs))]
+        # Relative to the token's largest, down to 1e-12, as terms of about 1 cancel; and what the formulas lose where
+        # they subtract P from 1, and our head adds up the rest.
+        lost = 1e-15 / (1 - out.student_mass).clamp(min=1e-6).view_as(sampled)[..., None]
+        allowed = RELATIVE * (gradients[1].abs().amax(-1, keepdim=True) + 1e-3) + lost
+        assert bool(((gradients[0] - gradients[1]).abs() <= allowed).all()), what
+        size = float(torch.where(case.mask, x.advantages.abs(), 0.0).sum())
+        assert float((loss - expected).detach().abs()) <= RELATIVE * (float(expected.detach().abs()) + size), what
+        num_gradients += bool(gradients[1].any())
+    assert num_gradients > count / 4
+
+
+@numbers_of_cases
+def test_divergences_of_the_likeliest_tokens(seed: int, count: int) -> None:
+    for number, case in enumerate(cases(seed, count)):
+        log_q = case.roll_logits.log_softmax(-1)
+        chosen = torch.zeros_like(log_q, dtype=torch.bool)
+        chosen.scatter_(-1, log_q.topk(min(case.topk, log_q.shape[-1]), dim=-1).indices, True)
+        ids = ids_of(chosen.scatter(-1, case.tokens[..., None], True))
+        recorded = log_q.gather(-1, ids.clamp(min=0))
+        for kind, expected in (("tv", oracle.topk_tv), ("kl", oracle.topk_kl)):
+            given: Any = kind
+            out = beside(case, case.logits.flatten(0, 1), ids, recorded, TopDivergence(kind=given))
+            theirs = expected(case.logits, log_q, case.tokens, case.topk)
+            # 1 − Q is what a recorded head leaves of 1, so that a tail below rounding is not seen.
+            torch.testing.assert_close(
+                out.divergence.view_as(theirs), theirs, rtol=RELATIVE, atol=1e-12, msg=lambda m, n=number: f"{n}: {m}"
+            )
