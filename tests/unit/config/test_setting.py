@@ -158,6 +158,7 @@ def test_nothing_else_affects() -> None:
         "rollout.temperature",
         "rollout.top_p",
         "rollout.top_k",
+        "rollout.head_tokens",
     }
 
 
