@@ -155,6 +155,7 @@ def test_nothing_else_affects() -> None:
         "sync",
         "trainer.mismatch_gate_nats",
         "run.batch_invariant",
+        "rollout.head_tokens",
         "rollout.temperature",
         "rollout.top_p",
         "rollout.top_k",
