@@ -159,7 +159,6 @@ def test_nothing_else_affects() -> None:
         "rollout.temperature",
         "rollout.top_p",
         "rollout.top_k",
-        "rollout.head_tokens",
     }
 
 
