@@ -10,10 +10,14 @@ from megarl_answers.words import CHANGING, DENYING
 WRAPPER = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed|underline|textsf|textit|emph)\b"
     r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\(?:[,;:! ]|q?quad\b)|[*${}\"`“”\u200b-\u200f\u2060\ufeff]|(?<!~)~(?!~)"
+    r"|</?answer>|[✅✔☑\ufe0f]"
 )
 _BEFORE = (
-    r"[\s(\['.:<>]*(?:(?:so|thus|hence|therefore|definitely|clearly|surely)\b,?\s*)*(?:i(?:\s+would|\s+will|'d|'ll)?\s+"
-    r"(?:choose|chose|pick|select|say|go\s+with)\s+|(?:it|that)(?:\s+is|\s+must\s+be|'s)\s+)?(?:(?:the|final|correct|right|best|my)\s+)*(?:(?:answer|option|choice)\s*(?:is\b|:|=)?\s*:?\s*\W?)?"
+    r"[\s(\['.:<>]*(?:(?:so|thus|hence|therefore|then|definitely|clearly|surely)\b,?\s*)*(?:i(?:'m|\s+am)\s+(?:\w+\s+)?"
+    r"(?:confident|sure|certain)\s+(?:that\s+)?|(?:i|we)\s+(?:think|believe|conclude|find|see)\s+(?:that\s+)?)?"
+    r"(?:(?:(?:i|we)(?:\s+(?:would|will|must|am)|'d|'ll|'m)?\s+)?(?:choose|chose|pick|select|go(?:ing)?\s+with)\s+|i(?:'d|\s+would)?\s+say\s+"
+    r"|(?:it|that|this|which)(?:\s+(?:is|gives|means|leaves|makes)|\s+(?:must|should|has\s+to)\s+be|'s)\s+)?(?:(?:the|final|correct|right|best|only|my|our|most\s+(?:suitable|appropriate|accurate|fitting|likely))\s+)*"
+    r"(?:(?:answer|option|choice|pick|statement|letter|one)\b(?:\s+(?:that|which)\s+(?!fails)[a-z]+s(?<!is|as)(?:\s+[a-z]+){0,3}?(?=\s+is\b))?\s*(?:(?:is|must\s+be|would\s+be|should\s+be)\b|:|=)?\s*:?\s*(?:(?:option|choice|letter)\s)?\W?){0,3}"
 )
 # The article, with a word for a quantity or several words: "A lot of them", "A red car"; "A photon" is a choice and its
 # text.
@@ -30,13 +34,15 @@ _LONE = r"(?<![\w'])(?:[B-HJ-Z]|A(?!\s+[a-z])|I(?!\s+[a-z])|[b-hj-z])(?![\w'])"
 _LETTERS_ALONE = re.compile(rf"(?:{_LONE}|A|\b(?:and|or|also)\b|[\W_])+")
 _JOINED = re.compile(
     r"[\W_]*(?:\b(?:or|and|but|is|isn't|are|aren't|was|wasn't|be|can|cannot|can't|could|would|should|seems|with|then|if"
-    r"|to)\b|\\(?:lor|land|vee|wedge|to|rightarrow))"
+    r"|to|(?i:wait|sorry|actually))\b|\\(?:lor|land|vee|wedge|to|rightarrow))"
 )
 # These confirm the letter: "B, not D", "B is correct", "B because C is false".
 _CONFIRMED = re.compile(
-    r"\W*(?:(?:because|since|as)\b.*|(?:and\s+)?not\s+\W?[A-Z]\W?(?:\s+(?:or|nor)\s+\W?[A-Z]\W?)*"
-    r"|is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice))?)[\W_]*"
+    r"\W*(?:(?:because|since|as)\b.*|(?:(?:and\s+)?not|rather\s+than|instead\s+of)\s+\W?[A-Z]\W?(?:\s+(?:or|nor)\s+\W?[A-Z]\W?)*"
+    r"|is\s+(?:the\s+)?(?:(?:correct|right|best|only)\b\s*)?(?:(?:answer|option|choice|one)\b)?(?<=\w)"
+    r"(?:,?\s+(?:because|since|as|which|that)\b(?!.*\b(?:not|fails?|wrong|false)\b).*|,\s+(?:an?|the)\b.*)?)[\W_]*"
 )
+_ASIDE = re.compile(r"^\((?=[^()]*[a-z]{2})(?![^()]*\b(?i:not?|or|if|but|never|wrong|false|maybe)\b)[^()]*\)(?=\W*$)")
 _WORD = re.compile(r"[(\s,;:—–-]*([^\W\d_]{2,})")
 _VERDICT = re.compile(
     rf"\W*(?:no|false|wrong|incorrect)\b\W+{_LONE}\W*"
@@ -45,25 +51,57 @@ _VERDICT = re.compile(
 )
 
 
-def stated_letter(answer: str) -> str | None:
-    """Return the letter of the one choice that an answer states, None if it states none, several or denies one."""
-    text = unicodedata.normalize("NFKC", WRAPPER.sub(" ", answer)).strip().replace("’", "'")
+def stated_letter(answer: str, *, in_text: bool = False) -> str | None:
+    """Return the letter of the one choice that an answer states, None if it states none, several or denies one.
+
+    in_text: it is a part of a text about other things, so that words must announce or confirm the letter.
+    """
+    text = " ".join(unicodedata.normalize("NFKC", WRAPPER.sub(" ", answer)).split()).replace("’", "'")
     match = _STATED.match(text)
     if match is None:
         return None
     letter, closing, rest = match[1].upper(), match[2], text[match.end() :].strip()
-    if not re.search(r"\w", rest):
-        return letter if re.fullmatch(r"[\s).,;:!\]>]*", rest) else None
+    rest = _ASIDE.sub("", rest)
+    if closing == ":" and re.search(rf"{_LONE}:", rest):
+        return None
     if _CONFIRMED.fullmatch(rest):
         return letter
+    if in_text and not re.search(r"\w", text[: match.start(1)]):
+        return None
+    if not re.search(r"\w", rest):
+        return letter if re.fullmatch(r"[\s).,;:!\]>]*", rest) else None
     others = set(re.findall(_LONE, rest)) - {letter}
     words = set(re.findall(r"[a-z]+(?:'t)?", rest.lower()))
     if _JOINED.match(rest) or (others and _LETTERS_ALONE.fullmatch(rest)) or _VERDICT.fullmatch(rest):
+        return None
+    if in_text and not closing:
         return None
     # The text of a choice may be anything; without a sign before it, it must not deny the choice or name another.
     if not closing and (others or words & DENYING or not (first := _WORD.match(rest)) or first[1].lower() in CHANGING):
         return None
     return letter
+
+
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
+_ARROW = re.compile(r"→|⇒|\\(?:to|(?:Long|long)?[Rr]ightarrow|implies)(?![a-zA-Z])")
+_CLAUSE = re.compile(r"[,;:—–]\s|\s-\s|(?=\b(?:so|hence|thus|therefore|which|meaning)\b)", re.IGNORECASE)
+_BARE = re.compile(r"\W*(?:(?:option|choice|answer)\s+)?(?:\([a-z]\)|[a-z](?:[).:](?=\s|$)|\W*$))", re.IGNORECASE)
+_OF_OTHERS = re.compile(r"\W*(?i:if|unless|suppos\w+|assum\w+|when|were|some|many|most|others)\b")
+_DOUBT = re.compile(r"\?|\b(?i:wrong|incorrect|wait|actually|sorry|but|however|instead|mistaken?)\b")
+
+
+def stated_choice(text: str) -> str | None:
+    """Return the clause or line of a text that states a choice last, None if there is none, or it is doubted."""
+    text = _ARROW.sub(" so ", WRAPPER.sub(" ", text[-1024:])).replace("’", "'")
+    bare = {letter: line for line in text.split("\n") if _BARE.match(line) and (letter := stated_letter(line))}
+    after = ""
+    for sentence in reversed(_SENTENCE.split(text)):
+        starts = [0, *(found.end() for found in _CLAUSE.finditer(sentence))]
+        for start in reversed([] if _OF_OTHERS.match(sentence) else starts):
+            if stated_letter(sentence[start : start + 256], in_text=True):
+                return None if _DOUBT.search(after) else sentence[start:]
+        after = f"{sentence} {after}"
+    return next(iter(bare.values())) if len(bare) == 1 else None
 
 
 _LONE_LETTER = re.compile(r"(?:(?i:option|choice|statement)\s+)?\(?([A-Z])\)?[.:)]?")

@@ -13,7 +13,7 @@ from megarl_answers.numbers import REL_TOLERANCE, Number, are_close, parse_numbe
 from megarl_answers.numerals import ordinal
 from megarl_answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl_answers.spelling import canonical, compact, normalise
-from megarl_answers.statement import plain_answer
+from megarl_answers.statement import AGAIN, plain_answer
 from megarl_answers.units import PERCENT, parse_quantity, split_unit
 from megarl_answers.words import DENYING, same_words
 
@@ -35,7 +35,6 @@ _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _OR = r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])"
 _NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
 _IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+|[A-Z])\s*\)$")
-_NAMED_SET = r"\mathbb"
 
 
 def same_string(answer: str, gold: str) -> bool:
@@ -68,6 +67,8 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
         return Equality.UNPARSED
     if options.textual:
         return _compare(normalise(answer), normalise(gold) if options.normalise_gold else gold, options, TEXTUAL_RULES)
+    if len(forms := AGAIN.split(answer)) > 1:
+        return Equality.of({compare_answers(form, gold, options) for form in forms} == {Equality.EQUAL})
     answer, gold = (plain_answer(canonical(text)) for text in (answer, gold))
     if None not in (places := [ordinal(text) for text in (answer, gold)]):
         return Equality.of(places[0] == places[1])
@@ -217,7 +218,7 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
     a, g = structure.parse_group(answer), structure.parse_group(gold)
     if a is None or g is None:
         group, other = (a, gold) if a is not None else (g, answer)
-        if group is None or _NAMED_SET in other:
+        if group is None or r"\mathbb" in other:
             return None
         is_single = len(group.items) == 1 and group.items[0] != r"\emptyset"
         return compare(group.items[0], other) if is_single else Equality.DIFFERENT
@@ -260,7 +261,7 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
             return Equality.DIFFERENT
         if len(a) > 2 or len(g) > 2:
             return _same_chain(a, g, compare)
-        if compare(a[0], g[0]) is Equality.EQUAL and _NAME.fullmatch(g[0]):
+        if _NAME.fullmatch(g[0]) and compare(a[0], g[0]) is Equality.EQUAL:
             return compare(a[-1], g[-1])
         left, right = (f"{side[0]}-({side[1]})" for side in (a, g))
         verdict = compare_symbolic(left, right)
@@ -268,7 +269,7 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
             _NAME.fullmatch(side[0]) and not _NUMBER_IS_MISSING.search(side[1]) for side in (a, g)
         ):
             return compare_symbolic(f"-({left})", right)
-        return verdict if sign_of_factor(left, right) is None else Equality.EQUAL
+        return verdict if verdict is Equality.EQUAL or sign_of_factor(left, right) is None else Equality.EQUAL
     parts, value = (a, gold) if len(a) > 1 else (g, answer)
     if len(parts) == 2 and _LETTER.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
         parts = parts[::-1]
@@ -288,8 +289,7 @@ def _same_chain(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equalit
     """Compare chains of equations: they must name the same, and be equal in their last and all other parts."""
     names = [{part for part in chain if _NAME.fullmatch(part)} for chain in (a, g)]
     others = [part for chain in (a, g) for part in chain if not _NAME.fullmatch(part)]
-    same_length = len(a) == len(g) and all(compare(x, y) is Equality.EQUAL for x, y in zip(a, g, strict=True))
-    if same_length:
+    if len(a) == len(g) and all(compare(x, y) is Equality.EQUAL for x, y in zip(a, g, strict=True)):
         return Equality.EQUAL
     if names[0] != names[1] or not all(compare(part, g[-1]) is Equality.EQUAL for part in others):
         return Equality.DIFFERENT

@@ -9,11 +9,26 @@ from megarl_answers.thoughts import after_thoughts
 
 # The answer stands at the end, so the search is limited to it, which keeps it fast for any text.
 SEARCH_CHARS = 4096
-_STATED = re.compile(r"he (?:final |correct )?answer is\s*:?", re.IGNORECASE)
-_STATED_REF = re.compile(r"he answer is")
-# A full stop ends an answer's sentence, unless it is between digits.
-_SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
+_BE = r"(?:is|are|was|equals|(?:must|should|would|will|has to|turns out to)\s+be|comes\s+(?:out\s+)?to)\b"
+# "The answer is", "Answer:", "Final answer — ", or a heading; and what may stand before the word.
+_STATED = re.compile(
+    r"(?i)(?<![a-z])ans(?:wers?)?(?![a-z])(?:\s+(?:to|for)\b[^.:=\n]{0,60}?)?\s*"
+    rf"(?:(?P<sign>{_BE}(?:\s+(?:therefore|thus|then|hence|indeed|simply|clearly))?\s*:?|[:=—–])|(?<=\n))[\s}}]*"
+)
+_BEFORE_STATED = re.compile(
+    r"(?i)(?:(?P<line>^|\n)|[^\w\s'#>]|\b(?:the|my|our|so|thus|hence|therefore|and)\b)[\s#>]*"
+    r"(?:(?:the|final|correct|right|best|only|exact|numerical|required)\s+)*\Z"
+)
+_STATED_REF = "he answer is"
+# A full stop ends an answer's sentence, unless it is between digits or after the letter of a choice.
+_SENTENCE_END = re.compile(r"(?<!\b[A-Z])[.!](?=\s|$)|\n|$")
+_RETRACTED = re.compile(r"[\s.!]*(?i:no(?=[,.!]|\s+wait)|wait|sorry|actually|correction|scratch|hmm|oops)\b")
+_EMPHASIS = re.compile(r"(?<![\w)}\]])(\*{1,3}|__)(?=\S)((?:(?!\1).)+)(?<=\S)\1(?![\w(])")
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# After a box, this makes it a factor or a base of what is stated, or a question.
+_GOES_ON = re.compile(
+    r"\s*(?:\\(?:cdot|times|div)(?![a-z])|[×÷]|\^(?!\s*\{?\s*\\(?:circ|prime)))\s*[\d({\\a-zA-Z]|[\s$)]*\?"
+)
 # This may stand between two boxes that state one answer.
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;&~]|\\[()\[\],;: \\]|\\(?:q?quad|lor|land|vee|wedge)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
@@ -33,17 +48,33 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
     found, answer = _boxed(response, options)
     if found:
         return answer
-    stated = list((_STATED_REF if options.textual else _STATED).finditer(response))[-MAX_STATEMENTS:]
-    kept = [each.end() for each in stated if options.textual or not is_supposed(response[: each.start()])]
-    if kept:
-        text = response[kept[-1] :]
-        return _first_line(text if options.textual else _SENTENCE_END.split(text.lstrip(), maxsplit=1)[0])
+    if options.textual and _STATED_REF in response:
+        return _first_line(response.rpartition(_STATED_REF)[2])
+    if not options.textual and ("*" in response or "__" in response):
+        response = _EMPHASIS.sub(r"\2", response)
+    if not options.textual and (statement := last_statement(response, options)):
+        return statement
     if options.last_math and (formulas := _MATH.findall(response[-SEARCH_CHARS:])):
         return _first_line("".join(formulas[-1]))
     if not options.textual:
         return last_number(response[-SEARCH_CHARS:]) if options.last_number else None
     numbers = _NUMBER.findall(response.replace(",", "")) if options.last_number else []
     return numbers[-1] if numbers else None
+
+
+def last_statement(response: str, options: AnswerOptions) -> str | None:
+    """Return what a sentence states after the last "the answer is" or the like, None if that is supposed or revoked."""
+    for found in list(_STATED.finditer(response))[: -MAX_STATEMENTS - 1 : -1]:
+        head = _BEFORE_STATED.search(response, max(0, found.start() - 60), found.start())
+        if not head or (not found["sign"] and head["line"] is None) or is_supposed(response[: head.end()]):
+            continue
+        end = _SENTENCE_END.search(response, found.end())
+        if end is None or _RETRACTED.match(response, end.start()):
+            return None
+        # After `Answer:`, several sentences may lead to a number.
+        said = options.last_number and not (found["sign"] or "").strip(":=—– ") and last_number(response[found.end() :])
+        return said or _first_line(response[found.end() : end.start()])
+    return None
 
 
 def last_boxed(response: str, options: AnswerOptions) -> str | None:
@@ -59,7 +90,9 @@ def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
     found = _last_box(response, options)
     if found is None:
         return False, None
-    start, _, answer = found
+    start, end, answer = found
+    if options.join_boxes and _GOES_ON.match(response, end):
+        return False, None
     if not options.join_boxes or answer is None:
         return True, answer
     answers = [answer]

@@ -63,8 +63,8 @@ _COMES_TO = re.compile(
 _SUPPOSED = re.compile(
     r"\b(?:if|unless|whether|suppos\w+|assum\w+|let|try|trying|guess\w*|imagine|pretend|check\w*|test\w*|ignor\w+|forget"
     r"|replac\w+|reject\w*|discard\w*|rul(?:e|ed|ing)\s+out|exclud\w+|eliminat\w+|initially|at\s+first|used\s+to)\b"
-    r"|(?<!\bI )(?<!\bwe )\b(?:thinks?|thought|says?|said|claim(?:s|ed)?|believe[sd]?|hope[sd]?|expect(?:s|ed)?"
-    r"|predict(?:s|ed)?)\b|^\W*(?:(?:nobody|no\s?one|none|nothing|neither|others?|some(?:one|body)"
+    r"|(?<!\bI )(?<!\bI'd )(?<!\bwe )\b(?:thinks?|thought|says?|said|claim(?:s|ed)?|believe[sd]?|hope[sd]?"
+    r"|expect(?:s|ed)?|predict(?:s|ed)?)\b|^\W*(?:(?:nobody|no\s?one|none|nothing|neither|others?|some(?:one|body)"
     r"|(?:add|subtract|multipl|divid)\w*)\b|(?:is|was|are|can|could|may|might|should|would)\s+(?:it|that|this|the|he|she|they|we|x|n)\b)"
     r"|\b(?:mistake|bound|candidate|possibility|error|typo|misprint)s?\b",
     re.IGNORECASE,
@@ -162,7 +162,7 @@ def _counts(after: str, *, begins: bool) -> bool:
 
     begins: it begins a clause, so that a word in -s may be a verb.
     """
-    if re.match(r"[\s}]*(?:\\?[%€£°]|/)", after):
+    if re.match(r"[\s}]*(?:\\?[%€£°]|/|of\s+(?:the|them|these|those|his|her|their)\b)", after):
         return True
     match = _COUNTED.match(after)
     words = match[1].replace(",", " ").split() if match else []

@@ -30,7 +30,7 @@ _LETTERS = (
     "|Omega|infty|rfloor|rceil|degree"
 )
 _BESIDE = re.compile(
-    rf"(?:\d\.?\s|[)\]}}!]|(?<![\\a-zA-Z])[a-zA-Z]+|\\(?:{_LETTERS})(?![a-zA-Z]))\s*\.?\d"
+    rf"(?:\d\.?\s|[)\]}}]|(?<![\\a-zA-Z])[a-zA-Z]+|\\(?:{_LETTERS})(?![a-zA-Z]))\s*\.?\d"
     r"|(?<![\^_])\d\s*\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}"
 )
 # Where digits follow as an argument.

@@ -38,7 +38,7 @@ _MONTH = (
 )
 _DAY = r"(?:the\s+)?(\d{1,2})(?:st|nd|rd|th)?"
 _DATE = re.compile(
-    rf"(?:[a-z]+day,?\s+)?(?:({_MONTH})\.?\s+{_DAY}|{_DAY}\s+(?:of\s+)?({_MONTH})\.?)(?:,?\s+(\d{{3,4}}))?",
+    rf"(?:([a-z]+day),?\s+)?(?:({_MONTH})\.?\s+{_DAY}|{_DAY}\s+(?:of\s+)?({_MONTH})\.?)(?:,?\s+(\d{{3,4}}))?",
     re.IGNORECASE,
 )
 _AMOUNT = re.compile(r"\s*(?:,|and\b)?\s*(\d[\d.,]*(?<![.,]))\s*([^\W\d_]+(?<!and)|'{1,2}|\")\.?")
@@ -49,7 +49,7 @@ def same_base(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
     """Compare numbers in a base, as `2516_8`: digits and bases must be the same. One side may leave out its base."""
     digits, bases = [], set()
     for text in (answer, gold):
-        match = _IN_BASE.fullmatch(text)
+        match = _IN_BASE.fullmatch(re.sub(r"(?<=\w) ?([A-F]) ?(?=\w)", r"\1", text))
         digits.append((match[2] if match else text).replace(" ", "").lstrip("0"))
         if match:
             bases.add(_BASE_OF_WORD[match[3]] if match[3].isalpha() else int(match[3]))
@@ -176,8 +176,9 @@ def same_date(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
     dates = [_DATE.fullmatch(text) for text in (answer, gold)]
     if dates[0] is None or dates[1] is None:
         return None
-    a, g = (((d[1] or d[4])[:3].casefold(), int(d[2] or d[3]), d[5]) for d in dates if d)
-    return Equality.of(a == g)
+    a, g = (((d[2] or d[5])[:3].casefold(), int(d[3] or d[4]), d[6]) for d in dates if d)
+    days = {date[1].casefold() for date in dates if date and date[1]}
+    return Equality.of(a == g and len(days) < 2)
 
 
 def same_compound(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:

@@ -10,7 +10,9 @@ from megarl_answers.numerals import spelled_number
 from megarl_answers.units import unit_of
 from megarl_answers.words import CHANGED, DENYING, counted_unit
 
-_FRACTION = r"\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d+\s*/\s*\d+(?![\d/])"
+_FRACTION = (
+    r"(?:\d+\s*)?\\[dt]?frac(?:\s*\{\s*\d+\s*\}){2}|(?:\b\d+ )?\d+\s*/\s*\d+(?![\d/])|\b[1-9]\d{0,2}(?: \d{3})+\b"
+)
 _LAST_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")
 _GROUPED_NUMBER = re.compile(rf"{_FRACTION}|(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d*)(?:\.\d+)?")
 _SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$")
@@ -69,17 +71,23 @@ _AFTER = re.compile(
     re.IGNORECASE,
 )
 _NOT_ANOTHER = re.compile(
-    r"(?:,\s+(?:and\s+|but\s+)?not|\s+(?:instead\s+of|rather\s+than))\s+(?:[^\s\d]{1,3}\s*)?[\d.,/]+\W*$"
+    r"(?:(?:,\s+|\s+\()(?:and\s+|but\s+)?not|\s+(?:instead\s+of|rather\s+than))\s+(?:[^\s\d]{1,3}\s*)?[\d.,/]+(?:\D*\))?\W*$"
 )
 
 
-_EMPHASIS = re.compile(r"(?<![\w)}\]])(\*{1,3}|_{1,2})$")
+# After a number, a remark with others, or how many have a share: `15 (5 times 3)`, `15 for the 3 of them`.
+_ASIDE = re.compile(
+    r"\d[^.!?\n()]*(\s+\((?!\W*[\d.,]+\W*\))[^()]*\d[^()]*\)"
+    r"|\s+out\s+of\s+\d+(?:\s+[a-z]+){0,3}|\s+(?:for|in|of|among|over|on)\s+(?:the|all|these|those|his|her|their)\s+\d+(?:\s+[a-z]+){1,3})\W*$"
+)
 
 
 def last_number(text: str) -> str | None:
     """Return the last number of a text with its sign, None unless the text states it as a value of its own."""
     if another := at_end(_NOT_ANOTHER, text, CONTEXT_CHARS):
         text = text[: another.start()]
+    if (aside := at_end(_ASIDE, text, CONTEXT_CHARS)) and not _words_of(aside[1]) & CHANGED:
+        text = text[: aside.start(1)]
     begin = max(0, len(text) - 5 * CONTEXT_CHARS)
     numbers = list(_LAST_NUMBER.finditer(text, begin))
     if begin and not (numbers and numbers[-1].start() > begin + CONTEXT_CHARS):
@@ -90,8 +98,6 @@ def last_number(text: str) -> str | None:
     number, before, after = numbers[-1][0], text[max(0, start - 4 * CONTEXT_CHARS) : start], text[end:]
     sign = at_end(_SIGN, before, 10)
     before = before[: sign.start()] if sign else before
-    if (mark := at_end(_EMPHASIS, before, 4)) and after.startswith(mark[1]):
-        before, after = before[: mark.start()], after.removeprefix(mark[1])
     plain = re.sub(r"\\?[$€£]\s*$", "", before)[-40:]
     # It numbers an item.
     if after[:1] == ")" and before.count("(") <= before.count(")"):
@@ -151,6 +157,7 @@ _ONLY = re.compile(r"^(?:only|just|exactly)\s+(?!.*\s(?:and|or)\s)|,?\s+only$", 
 _REMARK = re.compile(
     r"(?<=[\d}])\s*[(\[]((?:[^\W\d_]{2,}[\s,.'-]*|(?:step|eq|line|part|case)\w*\.?\s*\(?\d+\)?)+)[)\]]$"
 )
+AGAIN = re.compile(r",?\s+(?:i\.\s?e\.|that is(?: to say)?,|in other words|(?:or )?equivalently|namely)[,:]?\s+")
 _STATES = frozenset(["is", "are", "was", "were"])
 _ARROW = re.compile(r"^(?:.*[=<>].*)?\\(?:to|therefore)(?![a-zA-Z])\s*(?=\S)")
 _ABOUT = re.compile(r"^\\approx\s*(?=-?\d*\.\d)")
@@ -163,7 +170,8 @@ _FOR_INTEGERS = re.compile(
 _VALUE_AND_WORDS = re.compile(
     r"(?P<value>(?:(?:[a-zA-Z]+|\\[a-z]+)\s*=)?\s*-?[$€£]?\s*(?:\d[\d.,/ ]*)?"
     r"(?:\\frac\s*\{\d+\}\s*\{\d+\})?(?<=[\d}.])\s?%?)"
-    r"(?:\s*(?P<words>(?!(?:st|nd|rd|th)\b)[a-zA-Z][a-zA-Z\s'.-]*(?:\d+ [a-z]+)?))?(?P<repeat>\s*\((?P<said>[^()]*)\))?"
+    r"(?:\s*(?P<words>(?!(?:st|nd|rd|th)\b)[a-zA-Z][a-zA-Z\s'.-]*(?:(?<=the )\d+ [a-zA-Z\s'.-]*|\d+ [a-z]+)?))?"
+    r"(?P<repeat>\s*\((?:i\.e\.,?\s|that is,?\s)?(?P<said>[^()]*)\))?"
     r"(?P<clause>,?\s+(?:since|because)\b[^,;]*|,\s*(?:(?:as|which\s+is\s+(?:less|more|[a-z]+er)\s+than)\b[^,;=]*"
     r"|(?:which|so|for)\b[^\d]*))?[.\s]*"
 )
@@ -178,8 +186,8 @@ def plain_answer(text: str) -> str:
         text = _FOR_INTEGERS.sub(_for_integers, _ARROW.sub("", _ABOUT.sub("", text)))
     if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", text):
         return text
-    text = _ONLY.sub("", text)
-    if (remark := _REMARK.search(text)) and not {*re.findall("[a-z']+", remark[1].casefold())} & CHANGED:
+    text = _NOT_ANOTHER.sub("", _ONLY.sub("", text))
+    if (remark := _REMARK.search(text)) and not _words_of(remark[1]) & CHANGED:
         text = text[: remark.start()]
     if match := _ANNOUNCED.match(text):
         text = text[match.end() :].lstrip()
@@ -193,14 +201,18 @@ def plain_answer(text: str) -> str:
     return (_without_words("".join(number)) if number else None) or _without_words(text) or text
 
 
+def _words_of(text: str) -> set[str]:
+    return {*re.findall("[a-z']+", text.casefold())}
+
+
 def _for_integers(words: re.Match[str]) -> str:
     return rf", {words[1] or words[2] or words[3]} \in \mathbb{{Z}}"
 
 
 def _announces(head: str, rest: str) -> bool:
-    words = re.findall("[a-z']+", head.casefold())
-    announcing = {*words} & _ANNOUNCING and len(words) > len(_STATES & {*words})
-    if not ((announcing and _AMOUNT_OF.search(head)) or head.rstrip().endswith(":")) or DENYING - {"both"} & {*words}:
+    words = _words_of(head)
+    announcing = words & _ANNOUNCING and not words <= _STATES
+    if not ((announcing and _AMOUNT_OF.search(head)) or head.rstrip().endswith(":")) or DENYING - {"both"} & words:
         return False
     is_rounded = "." in rest or "/" in rest or "frac" in rest
     return not changes_before(head, is_rounded=is_rounded, labels=rest[0].isdigit())

@@ -55,7 +55,7 @@ def counted_unit(words: str) -> str | None:
     another counted thing, as in `apples and 2 pears`; or a comparison, as `more than Bob`. Words that change the number
     or deny it, as `dozen`, `and a half` and `is wrong`, are not among them.
     """
-    text = re.sub(r"[.,;:]+$", "", words.strip().casefold())
+    text = re.sub(r"\bthe \d+(?= [a-z]+)", "the", re.sub(r"[.,;:]+$", "", words.strip().casefold()))
     if len(text) > 2 and text[0] == "(" and text[-1] == ")":
         text = text[1:-1]
     if (more := _MORE.fullmatch(text)) and is_noun(more[2]):

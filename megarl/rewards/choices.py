@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from megarl.errors import DataError
-from megarl.rewards.mathematics import ANSWER_LINE, ANSWER_LINE_CHARS, reward_of_answer
+from megarl.rewards.mathematics import reward_of_answer
 from megarl.rewards.scorers import IN_BOX, SCORERS, Scorer
 from megarl.types import Reward
 from megarl_answers import MODES, AnswerOptions, Equality, after_thoughts, extract_answer, normalise
-from megarl_answers.choices import WRAPPER, stated_letter
+from megarl_answers.choices import stated_choice, stated_letter
 
 _LETTER = re.compile(r"[A-Za-z]")
 
@@ -32,18 +32,15 @@ def score_letters(
 ) -> Reward:
     """Score 1 if the response states the letter of the right choice, else 0.
 
-    Without a box and "the answer is", the last `Answer: B` counts. Raises DataError for a ground truth without a
-    letter, or with several.
+    Without a box and "the answer is", the last line or sentence that states one counts. Raises DataError for a ground
+    truth without a letter, or with several.
     """
     letters: list[str] = _LETTER.findall(ground_truth)
     if len(letters) != 1:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
     answer = extract_answer(response, options)
-    if answer is None:
-        said = (after_thoughts(response) if options.skip_thinking else response)[-ANSWER_LINE_CHARS:]
-        start = said.lower().find("answer")
-        if start >= 0 and (lines := ANSWER_LINE.findall(WRAPPER.sub(" ", said[start:]))):
-            answer = lines[-1]
+    if answer is None and not options.textual:
+        answer = stated_choice(after_thoughts(response))
     return reward_of_answer(answer, letters[0], compare_letters, options)
 
 

@@ -7,15 +7,15 @@ from fractions import Fraction
 from megarl.errors import DataError
 from megarl.rewards.scorers import AFTER_MARK, SCORERS, reward_of
 from megarl.types import Reward
-from megarl_answers.numbers import Number
 from megarl_answers.spelling import canonical
-from megarl_answers.statement import plain_answer
+from megarl_answers.statement import AGAIN, plain_answer
 from megarl_answers.units import parse_quantity
 
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "####"
 # Around an answer, these say nothing: Markdown, and tags that end a text.
-_AROUND = re.compile(r"\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
+_AROUND = re.compile(r"[✅✔☑\ufe0f]|\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
+_GLUED_UNIT = re.compile(r"\d(?=[mghls]\W*$)")
 _ABOUT = re.compile(r"[\s*_`$=]*~(?!~)")
 _NAMED = re.compile(r"^[a-zA-Z]\s*=\s*(?=[^=]*$)")
 
@@ -27,13 +27,16 @@ def normalise_number(text: str) -> str:
     return re.sub(r"^(-?)\.", r"\g<1>0.", text)
 
 
-def parse_stated(line: str) -> Number | None:
+def parse_stated(line: str) -> Fraction | None:
     """Parse a number with or without the words that name what it counts; None if the line says anything else."""
     if _ABOUT.match(line):
         return None
-    text = _NAMED.sub("", canonical(_AROUND.sub(" ", line)))
-    quantity = parse_quantity(_NAMED.sub("", plain_answer(re.sub(r"^-\s+", "-", text))))
-    return quantity[0] if quantity else None
+    values = set[Fraction | None]()
+    for form in AGAIN.split(_AROUND.sub(" ", line)):
+        text = re.sub(r"^-\s+", "-", _NAMED.sub("", canonical(_GLUED_UNIT.sub(r"\g<0> ", form))))
+        quantity = parse_quantity(_NAMED.sub("", plain_answer(text)))
+        values.add(quantity[0].value if quantity else None)
+    return values.pop() if len(values) == 1 else None
 
 
 @SCORERS.register("openai/gsm8k", **AFTER_MARK)
@@ -50,6 +53,4 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, objec
     stated = [part.strip() for part in response[-SEARCH_CHARS:].split(_MARK)[1:]]
     line = next((part.partition("\n")[0] for part in reversed(stated) if part.strip("#")), "")
     number = parse_stated(line)
-    if number is None:
-        return reward_of(False, parse_failed=True)
-    return reward_of(number.value == Fraction(plain), parse_failed=False)
+    return reward_of(number == Fraction(plain), parse_failed=number is None)

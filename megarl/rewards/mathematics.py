@@ -151,14 +151,12 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     return reward_of(correct, parse_failed=not parsed)
 
 
-_LAST_NUMBER = replace(MODES["fix"], last_number=True)
-
 for _mode, _options in MODES.items():
     _suffix = "" if _mode == "fix" else f"@{_mode}"
     for _name, _compare in (("math", compare_with_second_opinion), ("strict", compare_strings)):
         _scorer: Scorer = partial(score_answer, compare=_compare, options=_options)
         SCORERS.register(f"{_name}{_suffix}", **IN_BOX)(_scorer)
-_scorer = partial(score_answer, compare=compare_with_second_opinion, options=_LAST_NUMBER)
+_scorer = partial(score_answer, compare=compare_with_second_opinion, options=replace(MODES["fix"], last_number=True))
 SCORERS.register("math/last_number", **IN_BOX)(_scorer)
 SCORERS.register("answer_line", truths=any_mathematics, states="Answer: {}".format, after_thoughts=True)(
     score_answer_line

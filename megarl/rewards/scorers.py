@@ -58,18 +58,22 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ("<think>", "</think>")
 _ANSWER = ("<answer>", "</answer>")
 _MARK = "#### "
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _MARKS = re.escape(string.punctuation)
-# Not within a number, before it, or a percent sign after it: -5, 3.5 and 1/2 are not 5, 35 and 12. Nor what belongs to
-# a name: C++, C#, AB-, O'.
-_PUNCTUATION = re.compile(
-    rf"(?<=\d)[{_MARKS}]+(?=\d)|(?<![^\s(])[-.<>]+(?=[\d.])|(?<=\d)%|(?<=[^\W_])(?:[+#]+|-+(?!\S)|(?<=\b[^\W\d_])['*](?!\w))"
-    rf"|([{_MARKS}])"
+# These stay: words, marks within a number but those of thousands, marks before it, a percent sign after it, as -5, 3.5
+# and 1/2 are not 5, 35 and 12, and what belongs to a name: C++, C#, AB-, O'.
+_KEPT = re.compile(
+    rf"[^{_MARKS}]+|(?<=\d)(?!,\d{{3}}(?!\d))[{_MARKS}]+(?=\d)|(?<![^\s(])[-.<>]+(?=[\d.])|(?<=\d)%|(?<=[^\W_])(?:[+#]+|-+(?!\S)"
+    r"|(?<=\b[^\W\d_])['*](?!\w))"
 )
-_QUOTED = re.compile(r"(?<!\w)(['\"*_`]+)(?=\S)(.+?)(?<=\S)\1(?!\w)", re.DOTALL)
+_QUOTED = re.compile(r"(['\"*_`](?<!\w.)['\"*_`]*)(?=\S)(.+?)(?<=\S)\1(?!\w)", re.DOTALL)
+_SAID = re.compile(
+    r"^[\s*_]*(?:(?:[Ii]t|[Tt]he (?:\w+ )?answer) (?:is|was)\b|(?i:(?:final )?answer)\W*?:)?[\s*_]*"
+    r"(?:[Ii]n (?:the year )?(?=\d+\W*$))?"
+)
 # Before a word; a capital A is one only at the start, unlike that of `Vitamin A`.
 _ARTICLE = re.compile(r"(?:\b(?:(?i:an|the)|a)|^A)\s+(?!(?i:an?|the)$)")
 # Forms of Unicode's categories: dashes, quotation marks, other punctuation, and invisible characters.
+_INDEX = re.compile("(?<=[A-Za-z)])[₀-₉]+")
 _INVISIBLE = "\u200b"
 _FORMS = {"Pd": "-", "Pi": "'", "Pf": "'", "Cf": _INVISIBLE, **dict.fromkeys(("Po", "Ps", "Pe", "Pc"), ",")}
 # They part what they stand between in numbers.
@@ -125,8 +129,9 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
     Case, punctuation, articles (a, an, the), repeated spaces and Unicode's forms of a character do not count, but signs
     and points of numbers do, and signs that belong to a name.
     """
-    answers = LAST_ANSWER.findall(response)
-    return reward_of(bool(answers) and _same_words(answers[-1], ground_truth), parse_failed=not answers)
+    answers = LAST_ANSWER.findall(response)[-1:]
+    correct = any(_same_words(a, ground_truth) or _same_words(_SAID.sub("", a), ground_truth) for a in answers)
+    return reward_of(correct, parse_failed=not answers)
 
 
 def _same_words(answer: str, accepted: str) -> bool:
@@ -139,17 +144,16 @@ def _same_words(answer: str, accepted: str) -> bool:
 def _forms_of(text: str) -> tuple[str, str, str]:
     """Return a text without quotation marks around words, without punctuation and case, and without articles too."""
     text = _QUOTED.sub(r"\2", _one_form(text)).strip()
-    plain = " ".join(_PUNCTUATION.sub(lambda mark: "" if mark[1] else mark[0], _THOUSANDS.sub("", text)).split())
+    plain = " ".join("".join(_KEPT.findall(text)).split())
     return text, plain.casefold(), _ARTICLE.sub("", plain).casefold()
 
 
 def _one_form(text: str) -> str:
-    """Return a text in Unicode's composed form, with ASCII digits, dashes and quotation marks, and without full-width
-    and invisible characters.
-    """
+    """Return a text in Unicode's composed form, with ASCII digits and marks, without invisible characters."""
     if text.isascii():
         return text
-    text = _IN_NUMBER.sub(" ", "".join(map(_form_of, text.replace("\u2212", "-"))))
+    text = _INDEX.sub(lambda index: unicodedata.normalize("NFKC", index[0]), text.replace("\u2212", "-"))
+    text = _IN_NUMBER.sub(" ", "".join(map(_form_of, text)))
     return unicodedata.normalize("NFC", text.replace(_INVISIBLE, ""))
 
 

@@ -126,7 +126,7 @@ MOST_LINES = {
     "train": 4650,
     "types": 1910,
     "weights": 4059,
-    "megarl_answers": 2850,
+    "megarl_answers": 2910,
     "megarl_lab": 13400,
     "megarl_sandbox": 3250,
 }

@@ -169,7 +169,7 @@ def test_formats(name: str, response: str, has: bool) -> None:
         (r"\boxed{Because}", False, True),
         (r"\boxed{A}", False, False),
         (r"\boxed{2}", False, False),
-        ("B", False, False),
+        ("B", True, False),
     ],
 )
 def test_letters(response: str, fix: bool, ref: bool) -> None:

@@ -19,6 +19,7 @@ FORMS = {
     "strict": ("strict", r"\boxed{%s}"),
     "line": ("answer_line", "Answer: %s"),
     "letter": ("letters", "Answer: %s"),
+    "choice": ("letters", "%s"),
     "short": ("short_answer", "<answer>%s</answer>"),
     "said": ("math", "The answer is %s"),
     "raw": ("math", "%s"),
