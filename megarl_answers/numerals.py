@@ -65,11 +65,7 @@ def spelled_number(text: str) -> tuple[str, str] | None:
 
 
 def ordinal(text: str) -> int | None:
-    """Read a text that is an ordinal number; return None for other texts.
-
-    >>> ordinal("21st"), ordinal("the third"), ordinal("twenty-first"), ordinal("a third")
-    (21, 3, 21, None)
-    """
+    """Read a text that is an ordinal number; return None for other texts."""
     match = _ORDINAL.fullmatch(text)
     if match is None or match[1]:
         return int(match[1]) if match else None

@@ -24,22 +24,14 @@ _CLOSING = re.compile(CLOSING, re.IGNORECASE)
 
 
 def partner(mark: str) -> str:
-    """Return the mark that closes the thought which a mark opens, or opens the one that it closes.
-
-    >>> partner("<think>"), partner("[/THINK]"), partner("</seed:think>")
-    ('</think>', '[THINK]', '<seed:think>')
-    """
+    """Return the mark that closes the thought which a mark opens, or opens the one that it closes."""
     if known := _PARTNERS.get(mark.casefold()):
         return known
     return f"<{mark[2:]}" if mark.startswith("</") else f"</{mark[1:]}"
 
 
 def after_thoughts(text: str) -> str:
-    """Return what follows the last thought of a text, the text itself if it closes none.
-
-    >>> after_thoughts("<think>7?</think>8"), after_thoughts("[THINK]7?[/THINK]8"), after_thoughts("8")
-    ('8', '8', '8')
-    """
+    """Return what follows the last thought of a text, the text itself if it closes none."""
     # Texts without these, as most are, have no closing mark.
     if not ("</" in text or "[/" in text or "|>" in text or "◁" in text or "<u" in text):
         return text

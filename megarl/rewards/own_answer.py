@@ -29,11 +29,7 @@ def is_empty(ground_truth: str) -> bool:
 
 
 def alone(answer: str) -> str | None:
-    """Return the letter or number that an answer states in words, None for other answers.
-
-    >>> alone("Option C"), alone("She sold 48+24 = 72 clips"), alone("2x cm")
-    ('C', '72', None)
-    """
+    """Return the letter or number that an answer states in words, None for other answers."""
     if letter := _CHOICE.fullmatch(answer):
         return letter[1] or letter[2]
     is_prose = _PROSE.fullmatch(answer) and (answer.count("=") == 1 or len(_NUMBER.findall(answer)) == 1)
