@@ -395,3 +395,15 @@ def test_the_study_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     # Equal budgets.
     budgets = {(c.trainer.total_steps, c.trainer.prompts_per_step, c.rollout.num_samples) for c in configs}
     assert len(budgets) == 1
+
+
+def test_the_study_of_off_policy_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 runs of two seeds: fourteen methods at staleness 8, no method at 0 and 8, which come first."""
+    monkeypatch.chdir(REPOSITORY)
+    study = load_study(Path("configs/study/offpolicy-float8.yaml"))
+    configs = [run_config(study, run) for run in study.runs]
+    assert [run.full_name for run in study.runs[:4]] == ["none-0-seed0", "none-8-seed0", "none-0-seed1", "none-8-seed1"]
+    assert {run.seed for run in study.runs} == {0, 1}
+    assert len({run.name for run in study.runs}) == 16
+    assert len(configs) == 32
+    assert {config.rollout.schedule.staleness for config in configs[4:]} == {8}
