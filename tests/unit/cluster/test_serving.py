@@ -38,6 +38,8 @@ def test_what_may_differ() -> None:
         ("sync.cuda_ipc=true", "sync.cuda_ipc"),
         ("run.deterministic=true", "run.deterministic"),
         ("rollout.max_response_tokens=1025", "rollout.engine.max_model_tokens"),
+        ("rollout.top_k=8", "rollout.top_k"),
+        ("rollout.head_tokens=32", "rollout.head_tokens"),
     ],
 )
 def test_what_may_not(override: str, name: str) -> None:
