@@ -118,7 +118,7 @@ def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config
     own, wanted = engine_spec(ours), engine_spec(theirs)
     if wanted.max_model_tokens > own.max_model_tokens:
         differing.append("rollout.engine.max_model_tokens")
-    # Engines know from their start how many log-probs a token may have, and whether those are of a truncated vocabulary.
+    # Engines know from their start how many log-probs a token has, and whether those are of a truncated vocabulary.
     sizes = {"top_k": (own.max_nucleus, wanted.max_nucleus), "head_tokens": (own.head_tokens, wanted.head_tokens)}
     differing += [f"rollout.{key}" for key, (has, wants) in sizes.items() if wants > has or bool(wants) != bool(has)]
     if differing:
