@@ -1,7 +1,7 @@
 """Define what an environment is: an object per sample that replies to the policy's turns, and ends the conversation."""
 
 import asyncio
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -153,8 +153,15 @@ def type_of(cfg: EnvironmentConfig, name: str) -> str:
     else:
         key = "environment.default" if name == cfg.default else cfg.key
         named, known = name, {*ENVIRONMENTS, *cfg.entries}
-    if ":" not in named and named not in ENVIRONMENTS:
+    if named in ENVIRONMENTS:
+        return named
+    where, colon, _ = named.rpartition(":")
+    if not colon:
         raise unknown_name("environment", named, known, key=key)
+    if where.endswith(".py"):
+        require_file(Path(where), "a Python file with an environment", remedy=f"correct {key}", error=ConfigError)
+    elif importlib.util.find_spec(root := where.partition(".")[0]) is None:
+        raise ConfigError(f"{key}: got {named}, but there is no module {root}; install it, or name FILE.py:NAME")
     return named
 
 

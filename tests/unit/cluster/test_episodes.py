@@ -261,5 +261,5 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
 
 def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:
     wrong = WorkerSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
-    with pytest.raises(ConfigError, match=r"environment.entries.modest.type: unknown environment 'modest'"):
+    with pytest.raises(ConfigError, match=r"^environment: unknown environment 'modest'"):
         EnvironmentWorkers(wrong, timeout_s=240.0, trouble=asyncio.Event())

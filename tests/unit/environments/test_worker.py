@@ -459,7 +459,10 @@ def test_rows_name_no_code(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"type": "calculater"}, "did you mean 'calculator'"),
-        ({"type": "no.such.module:Thing"}, r"environment.entries.mine.type: no.such.module does not load"),
+        (
+            {"type": "no.such.module:Thing"},
+            r"mine.type: got no.such.module:Thing, but there is no module no; install it",
+        ),
         ({"type": f"{HERE}Nothing"}, "has no 'Nothing'; it has: .*Echo"),
         ({"type": f"{HERE}Echo", "arguments": {"open": 1}}, r"entries.mine.arguments: got \{'open': 1\}; .*open"),
         ({"type": f"{HERE}EpisodeReply"}, "EpisodeReply has no start; derive it from megarl.environments.Environment"),
