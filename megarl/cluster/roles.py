@@ -7,7 +7,7 @@ from megarl.config.check_distill import teachers_of
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
-from megarl.rollout.engine_spec import engine_spec
+from megarl.rollout.engine_spec import engine_spec, max_logprobs
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 
@@ -118,8 +118,7 @@ def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config
     own, wanted = engine_spec(ours), engine_spec(theirs)
     if wanted.max_model_tokens > own.max_model_tokens:
         differing.append("rollout.engine.max_model_tokens")
-    # Engines know from their start how many log-probs a token has, and whether those are of a truncated vocabulary.
-    sizes = {"top_k": (own.max_nucleus, wanted.max_nucleus), "head_tokens": (own.head_tokens, wanted.head_tokens)}
-    differing += [f"rollout.{key}" for key, (has, wants) in sizes.items() if wants > has or bool(wants) != bool(has)]
+    if max_logprobs(wanted) > max_logprobs(own):
+        differing.append("rollout.top_k" if wanted.max_nucleus else "rollout.head_tokens")
     if differing:
         raise ConfigError(f"this cluster was started with another {', '.join(differing)}; start one for this run")

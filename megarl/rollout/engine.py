@@ -133,7 +133,7 @@ class VllmEngine:
         self._num_nodes = 1 if spec.node is None else spec.node.num_nodes
         self.llm.update_weight_version("0")
         self._version = 0
-        self._completion = partial(_completion, truncates=spec.max_nucleus > 0, has_head=spec.head_tokens > 0)
+        self._completion = partial(_completion)
         self._adapters = None if spec.lora is None else peft_config(read_model_spec(spec.model_path), spec.lora)
         # vLLM counts them with regard to layers of several kinds.
         kv_tokens = self.llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
@@ -189,6 +189,10 @@ class VllmEngine:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        # Those of a run have the same distributions recorded, or none, as validations do.
+        if recorded := [r for r in requests if r.with_nucleus or r.head_tokens]:
+            first = recorded[0]
+            self._completion = partial(_completion, truncates=first.with_nucleus, has_head=first.head_tokens > 0)
         vocab_size = self.llm.model_config.get_vocab_size()
         params = [
             SamplingParams(

@@ -131,6 +131,11 @@ def adapter_arguments(spec: EngineSpec) -> dict[str, object]:
     return arguments | graphs
 
 
+def max_logprobs(spec: EngineSpec) -> int:
+    """Return how many log-probs of a token an engine gives: vLLM's default, or what nuclei or recorded heads need."""
+    return max(20, spec.max_nucleus, spec.head_tokens)
+
+
 def engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """Return the arguments with which vLLM's engine starts."""
     config, device = spec.config, platform().name
@@ -172,8 +177,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "enable_prefix_caching": config.prefix_caching and not (device == "cpu" and has_delta_nets(spec.model_path)),
         # Raw log-probs ignore the temperature, so they would differ from the trainer's.
         "logprobs_mode": "processed_logprobs",
-        # vLLM's default, unless truncated sampling or a head needs more.
-        "max_logprobs": max(20, spec.max_nucleus, spec.head_tokens),
+        "max_logprobs": max_logprobs(spec),
         "disable_log_stats": True,
         "skip_tokenizer_init": False,
         "language_model_only": True,  # Prompts have no images, and a sync sends no vision tower.

@@ -22,7 +22,7 @@ def check(*overrides: str, roles: Sequence[RoleSpec] = ()) -> None:
 
 def test_what_may_differ() -> None:
     check("run.seed=3", "run.name=b", "algo.name=x", "model.path=elsewhere", "trainer.total_steps=3")
-    check("rollout.max_response_tokens=16", "actor.optimizer.lr=1", "rollout.num_samples=2")
+    check("rollout.max_response_tokens=16", "actor.optimizer.lr=1", "rollout.num_samples=2", "rollout.top_k=20")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_may_differ() -> None:
         ("sync.cuda_ipc=true", "sync.cuda_ipc"),
         ("run.deterministic=true", "run.deterministic"),
         ("rollout.max_response_tokens=1025", "rollout.engine.max_model_tokens"),
-        ("rollout.top_k=8", "rollout.top_k"),
+        ("rollout.top_k=21", "rollout.top_k"),
         ("rollout.head_tokens=32", "rollout.head_tokens"),
     ],
 )
