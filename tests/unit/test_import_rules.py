@@ -119,7 +119,7 @@ MOST_LINES = {
     # With learning curves: the fit, its words, picture and command.
     "report": 2420,
     "rewards": 5605,
-    "rollout": 3125,
+    "rollout": 3130,
     "run": 2290,
     "seeds": 50,
     "sync": 3100,
