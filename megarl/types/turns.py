@@ -23,8 +23,12 @@ class Message:
     tool_call_id: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        shown = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": self.content} | {key: value for key, value in shown.items() if value}
+        shown = {"role": self.role, "content": self.content}
+        if self.name:
+            shown["name"] = self.name
+        if self.tool_call_id:
+            shown["tool_call_id"] = self.tool_call_id
+        return shown
 
 
 class Tries(NamedTuple):
