@@ -9,7 +9,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 
 from megarl.record.episodes import FAILURES
-from megarl.report.learning_curve import MIN_GAIN, curve_of, samples_per_step
+from megarl.report.learning_curve import LearningCurve, curve_of, samples_per_step
 from megarl.report.run import Run, Series
 from megarl.report.style import MUTED, EndLabel, color_of, label_ends, use_log_scale
 from megarl.report.summary import GREEDY, SAMPLED, MeanScore, data_sources, validation_curve
@@ -94,25 +94,25 @@ def _plot_estimates(ax: Axes, points: Sequence[MeanScore], color: str, style: st
     ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label)
 
 
-def draw_learning_curve(
-    ax: Axes, runs: Sequence[Run], *, greedy: bool = False, until: int | None = None, min_gain: float = MIN_GAIN
-) -> None:
+def draw_learning_curves(ax: Axes, runs: Sequence[Run]) -> None:
+    """Draw the curves fitted to all validations with sampled answers."""
+    draw_fits(ax, runs, [curve_of(run) for run in runs], SAMPLED)
+
+
+def draw_fits(ax: Axes, runs: Sequence[Run], curves: Sequence[LearningCurve | None], prefix: str) -> None:
     """Draw fitted curves up to twice the samples of each run, with their 90 % bands and the validations as dots.
 
-    until: a step; later validations were not fitted, and are hollow.
+    Validations under `prefix` that were not fitted, as they came later, are hollow.
     """
-    for index, run in enumerate(runs):
-        curve = curve_of(run, greedy=greedy, until=until, min_gain=min_gain)
+    for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         if curve is None:
             continue
         color = color_of(index)
         ax.plot(curve.at, curve.median, color=color, label=f"{run.label}: {curve.advice}")
         ax.fill_between(curve.at, curve.low, curve.high, color=color, alpha=0.18, linewidth=0)
         ax.plot(curve.samples, curve.scores, "o", color=color, markersize=3.5, label="_validation")
-        later = [
-            p for p in validation_curve(run, GREEDY if greedy else SAMPLED) if until is not None and p.step > until
-        ]
-        places = [p.step * (samples_per_step(run) or 0) for p in later]
+        later = validation_curve(run, prefix)[len(curve.samples) :]
+        places = [point.step * (samples_per_step(run) or 0) for point in later]
         ax.plot(places, [p.score for p in later], "o", color=color, mfc="none", markersize=3.5, label="_not fitted")
     ax.legend(loc="best")
 

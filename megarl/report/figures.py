@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megarl.host.writing import replacing
-from megarl.report.curves import draw_learning_curve
+from megarl.report.curves import draw_fits
 from megarl.report.learning_curve import curve_of, to_text
 from megarl.report.panels import PANELS, Panel
 from megarl.report.run import Run
 from megarl.report.style import figure_style, hover_strips, save_png, to_svg
-from megarl.report.summary import headline
+from megarl.report.summary import GREEDY, SAMPLED, headline
 from megarl.report.timeline import draw_timeline, timeline_inches, timeline_windows
 
 PANEL_SIZE_INCHES = (5.6, 2.9)
@@ -69,15 +69,15 @@ def write_learning_curves(
 ) -> list[str]:
     """Draw the fitted curves of runs on one PNG file, and return what each shows in words."""
     panel = next(panel for panel in PANELS if panel.name == "learning_curve")
-    chosen = partial(curve_of, greedy=greedy, until=until, min_gain=min_gain)
-    lines = [f"{run.label}: {to_text(chosen(run))}" for run in runs]
+    prefix = GREEDY if greedy else SAMPLED
+    curves = [curve_of(run, prefix=prefix, until=until, min_gain=min_gain) for run in runs]
     with figure_style():
         figure = Figure(figsize=(2 * PANEL_SIZE_INCHES[0], 2 * PANEL_SIZE_INCHES[1]), layout="constrained")
-        own = partial(draw_learning_curve, greedy=greedy, until=until, min_gain=min_gain)
-        _draw(replace(panel, draw=own), figure.add_subplot(), runs)
+        draw = partial(draw_fits, curves=curves, prefix=prefix)
+        _draw(replace(panel, draw=draw), figure.add_subplot(), runs)
         with replacing(path) as file:
             save_png(figure, file)
-    return lines
+    return [f"{run.label}: {to_text(curve)}" for run, curve in zip(runs, curves, strict=True)]
 
 
 def _draw(panel: Panel, ax: Axes, runs: Sequence[Run]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.report.run import Run
-from megarl.report.summary import GREEDY, SAMPLED, validation_curve
+from megarl.report.summary import SAMPLED, validation_curve
 
 Advice = Literal["go on", "stop", "cannot tell"]
 Floats = npt.NDArray[np.float64]
@@ -81,16 +81,21 @@ def samples_per_step(run: Run) -> int | None:
     return prompts * per_prompt if isinstance(prompts, int) and isinstance(per_prompt, int) else None
 
 
-def curve_of(
-    run: Run, *, greedy: bool = False, until: int | None = None, min_gain: float = MIN_GAIN
-) -> LearningCurve | None:
-    """Fit the validations of a run, those up to step `until`; None if there are fewer than `MIN_VALIDATIONS`."""
-    points = [p for p in validation_curve(run, GREEDY if greedy else SAMPLED) if until is None or p.step <= until]
+def fitted_points(run: Run, prefix: str = SAMPLED, until: int | None = None) -> tuple[Floats, Floats] | None:
+    """Return samples and scores of the validations up to step `until`; None if there are too few for a curve."""
+    points = [point for point in validation_curve(run, prefix) if until is None or point.step <= until]
     per_step = samples_per_step(run)
     if len(points) < MIN_VALIDATIONS or per_step is None:
         return None
-    samples = np.array([point.step for point in points], float) * per_step
-    return fit(samples, np.array([point.score for point in points], float), min_gain=min_gain)
+    return np.array([p.step for p in points], float) * per_step, np.array([p.score for p in points], float)
+
+
+def curve_of(
+    run: Run, *, prefix: str = SAMPLED, until: int | None = None, min_gain: float = MIN_GAIN
+) -> LearningCurve | None:
+    """Fit the validations of a run, those up to step `until`; None if there are fewer than `MIN_VALIDATIONS`."""
+    points = fitted_points(run, prefix, until)
+    return None if points is None else fit(*points, min_gain=min_gain)
 
 
 def fit(samples: Floats, scores: Floats, *, min_gain: float = MIN_GAIN) -> LearningCurve:

@@ -12,7 +12,7 @@ from megarl.report.curves import (
     draw_good_and_bad,
     draw_idle,
     draw_lags,
-    draw_learning_curve,
+    draw_learning_curves,
     draw_line,
     draw_mismatch,
     draw_reward,
@@ -21,7 +21,7 @@ from megarl.report.curves import (
     draw_validation,
     draw_with_held_out,
 )
-from megarl.report.learning_curve import curve_of
+from megarl.report.learning_curve import fitted_points
 from megarl.report.run import Run
 
 
@@ -66,9 +66,9 @@ PANELS = (
         unit="mean score",
         caption="Sigmoid fitted to the validations, up to twice the samples (band: 90 %); see `megarl learning-curve`.",
         needs="val/test_score",
-        draw=draw_learning_curve,
+        draw=draw_learning_curves,
         over="samples",
-        enough=lambda run: curve_of(run) is not None,
+        enough=lambda run: fitted_points(run) is not None,
     ),
     Panel(
         name="pair_accuracy",
