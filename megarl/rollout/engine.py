@@ -190,8 +190,8 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         # Those of a run have the same distributions recorded, or none, as validations do.
-        for r in [r for r in requests if r.with_nucleus or r.head_tokens][:1]:
-            self._completion = partial(_completion, truncates=r.with_nucleus, has_head=r.head_tokens > 0)
+        if recorded := next((r for r in requests if r.with_nucleus or r.head_tokens), None):
+            self._completion = partial(_completion, truncates=recorded.with_nucleus, has_head=recorded.head_tokens > 0)
         vocab_size = self.llm.model_config.get_vocab_size()
         params = [
             SamplingParams(

@@ -76,10 +76,8 @@ class RecordedHead:
         rest_lse = parts[:, own].logsumexp(0)
         z = parts[:, own + 1 :].sum(0).t().masked_fill(self.ids[rows] < 0, -torch.inf)
         probs = self._probs(x, rows, z, rest_lse, lse=found.lse, own_lse=found.nucleus_lse)
-        total, nothing = (
-            self.measure.slopes(probs).masked_fill(self.ids[rows] < 0, 0.0).sum(1),
-            torch.zeros_like(rest_lse),
-        )
+        total = self.measure.slopes(probs).masked_fill(self.ids[rows] < 0, 0.0).sum(1)
+        nothing = torch.zeros_like(rest_lse)
         floor = torch.finfo(rest_lse.dtype).tiny
         ratio_of_rests = (probs.rest_q.clamp(min=floor) / probs.rest_p.clamp(min=floor)).log()
         between = torch.where(probs.log_q > -torch.inf, probs.log_q.exp() * (probs.log_q - probs.log_p), 0.0).sum(1)
