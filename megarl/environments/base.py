@@ -15,7 +15,7 @@ from megarl.errors import ConfigError
 from megarl.host.child_environment import child_environment
 from megarl.host.masking import masked
 from megarl.host.reading import require_file
-from megarl.host.user_code import run_file
+from megarl.host.user_code import run_file, told
 from megarl.registry import Registry, unknown_name
 from megarl.types import Message, Prompt
 
@@ -124,7 +124,7 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
     found: dict[str, Maker] = {}
     variables = child_environment(cfg.pass_env, key="environment.pass_env")
     for name in sorted(names):
-        key, named = f"environment.entries.{name}", type_of(cfg, name)
+        key, named = _key_of(cfg, name), type_of(cfg, name)
         entry = cfg.entries.get(name) or EnvironmentEntry(type=named)
         if ":" in entry.type:
             if name not in (*cfg.entries, cfg.default):
@@ -132,7 +132,7 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
                     f"environment {name!r}: rows name code, which only the configuration may; if you trust it, add it "
                     "to environment.entries under a name of yours, and give the rows that name"
                 )
-            factory = load_object(entry.type, f"{key}.type")
+            factory = load_object(entry.type, key)
         else:
             factory = ENVIRONMENTS.get(named)
         found[name] = Maker(
@@ -148,21 +148,25 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
 
 def type_of(cfg: EnvironmentConfig, name: str) -> str:
     """Return the type of an environment: a name in ENVIRONMENTS, or code. Raises ConfigError for any other."""
-    if name in cfg.entries:
-        key, named, known = f"environment.entries.{name}.type", cfg.entries[name].type, {*ENVIRONMENTS}
-    else:
-        key = "environment.default" if name == cfg.default else cfg.key
-        named, known = name, {*ENVIRONMENTS, *cfg.entries}
+    key, named = _key_of(cfg, name), cfg.entries[name].type if name in cfg.entries else name
     if named in ENVIRONMENTS:
         return named
     where, colon, _ = named.rpartition(":")
     if not colon:
+        known = [*ENVIRONMENTS] if name in cfg.entries else [*ENVIRONMENTS, *cfg.entries]
         raise unknown_name("environment", named, known, key=key)
     if where.endswith(".py"):
         require_file(Path(where), "a Python file with an environment", remedy=f"correct {key}", error=ConfigError)
     elif importlib.util.find_spec(root := where.partition(".")[0]) is None:
         raise ConfigError(f"{key}: got {named}, but there is no module {root}; install it, or name FILE.py:NAME")
     return named
+
+
+def _key_of(cfg: EnvironmentConfig, name: str) -> str:
+    """Return the setting, or the column, that says what an environment is."""
+    if name in cfg.entries:
+        return f"environment.entries.{name}.type"
+    return "environment.default" if name == cfg.default else cfg.key
 
 
 def is_rehearsed(cfg: EnvironmentConfig, name: str) -> bool:
@@ -178,7 +182,7 @@ def tools_of(cfg: EnvironmentConfig, name: str) -> Sequence[Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
-    """Makes environments of one class with the same arguments."""
+    """Makes environments of one class with the same arguments. key: the setting that names the class."""
 
     factory: EnvironmentFactory
     arguments: Mapping[str, object]
@@ -190,12 +194,13 @@ class Maker:
         try:
             made = self.factory(**self.arguments)
         except TypeError as error:
-            raise ConfigError(f"{self.key}.arguments: got {masked(self.arguments)}; {error}") from error
+            entry, ends_so, _ = self.key.rpartition(".type")
+            where = f"{entry}.arguments" if ends_so else f"{self.key} as an entry of environment.entries, by arguments"
+            raise ConfigError(f"{where}: got {masked(self.arguments)}; {error}") from error
         missing = [name for name in ("start", "reply", "resume", "close") if not hasattr(made, name)]
         if missing:
             raise ConfigError(
-                f"{self.key}.type: {type(made).__name__} has no {missing[0]}; derive it from "
-                "megarl.environments.Environment"
+                f"{self.key}: {type(made).__name__} has no {missing[0]}; derive it from megarl.environments.Environment"
             )
         if isinstance(made, Environment):
             made.process_environment = self.process_environment
@@ -239,8 +244,8 @@ def load_object(spec: str, key: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise ConfigError(f"{key}: {where} does not load: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {where} does not load: {told(error)}") from error
     if not hasattr(module, name):
-        public = ", ".join(sorted(each for each in vars(module) if not each.startswith("_")))
-        raise ConfigError(f"{key}: {where} has no {name!r}; it has: {public}")
+        public = ", ".join(sorted(each for each in vars(module) if not each.startswith("_"))) or "nothing"
+        raise ConfigError(f"{key}: {where} has no {name!r}; name one of what it has: {public}")
     return getattr(module, name)

@@ -49,7 +49,6 @@ from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.transport.process_plans import most_staging
 from megarl.train.forward import Variant, forms_read
 from megarl.train.inputs import open_train_inputs, setting_warnings
-from megarl.train.rehearsal import rehearse
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -71,7 +70,6 @@ def print_plan(
     """
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
-    rehearse(config, afresh=True)
     device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
     plan = plan_run(config, device_bytes=device_bytes)
     if device_bytes is not None:

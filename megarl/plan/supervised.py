@@ -16,7 +16,6 @@ from megarl.plan.devices import plan_shard
 from megarl.plan.render import derived_lines, role_lines, shard_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
 from megarl.record.checkpoints import Command
-from megarl.train.rehearsal import rehearse
 from megarl.train.supervised_inputs import Examples
 from megarl.train.tasks import SUPERVISED
 from megarl.weights.families import read_model_spec
@@ -48,7 +47,7 @@ class SupervisedPlan:
 
 def print_supervised_plan(command: Command, config: Config, *, as_json: bool) -> None:
     """Plan a supervised run and print the plan as text or JSON, without starting anything."""
-    plan = plan_supervised(command, rehearse(config, afresh=True))
+    plan = plan_supervised(command, config)
     if as_json:
         print(json.dumps(asdict(plan), indent=2))
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from time import process_time
 
 from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
@@ -32,12 +33,13 @@ from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.load import look_for
 from megarl.rewards.routes import check_sources
 from megarl.train.models import open_model
-from megarl.train.rehearsal import rehearse
+from megarl.train.rehearsal import rehearse, rehearse_episodes
+from megarl.types import Prompt
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model, with_models
 
-# Of each list of files. The run itself looks at all.
-_FIRST_ROWS = 256
+# CPU seconds for each list of files: some 40,000 rows. The run itself looks at all.
+_ROWS_S = 0.5
 
 
 def check_plan(config: Config, command: str) -> None:
@@ -47,8 +49,11 @@ def check_plan(config: Config, command: str) -> None:
     _check_settings(config, command)
     if config.model.config_path is None:
         _check_models(config, command, "*.safetensors")
+    if command == "train":
+        _look_for_functions(config, if_there=True)
     if all(Path(file).is_file() for files in _data(config, command) for file in files):
         _check_data(config, command)
+    rehearse(config, afresh=True)
 
 
 def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool) -> None:
@@ -68,10 +73,9 @@ def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool)
     # A resumed run pins the commits of models that it began with.
     if not resumes:
         _check_models(config, command, "*")
-    _check_data(config, command)
     if command == "train":
-        for function in config.rewards.custom.all_functions().values():
-            look_for(Path(function.path), function.name)
+        _look_for_functions(config)
+    _check_data(config, command)
     rehearse(config)
 
 
@@ -87,6 +91,12 @@ def _check_settings(config: Config, command: str) -> None:
                 type_of(config.environment, name)
         if command == "train-preference":
             preference_objective(config.train_preference)
+
+
+def _look_for_functions(config: Config, *, if_there: bool = False) -> None:
+    for function in config.rewards.custom.all_functions().values():
+        if not if_there or Path(function.path).is_file():
+            look_for(Path(function.path), function.name)
 
 
 def _check_models(config: Config, command: str, files: str) -> None:
@@ -152,28 +162,44 @@ def _check_data(config: Config, command: str) -> None:
 
 
 def check_prompts(config: Config, files: Sequence[str] = ()) -> RowFiles:
-    """Check the form of the first prompts of files, their environments, and that something judges their data sources.
+    """Check the form of the first prompts of files, that something judges their data sources, and their environments,
+    by an episode where it is allowed.
 
     files: by default those to train on. Later checks of all rows, and of their length, need a tokenizer.
     """
     columns, sources = (*prompt_columns(config.data), config.environment.key), set[str]()
+    firsts = dict[str, Prompt]()
     files = files or train_files(config.data.train)
     rows = RowFiles(files, columns=columns, required=required_columns(config.data), remedy=NAME_COLUMNS, unread=())
     for where, row in _first(rows):
         record, environment = read_prompt(row, where, config.data, config.environment)
         try:
-            if environment:
+            if environment and environment not in firsts:
                 type_of(config.environment, environment)
+                firsts[environment] = Prompt(
+                    uid=where,
+                    token_ids=(),
+                    data_source=record.data_source,
+                    ground_truth=record.ground_truth,
+                    extra_info=record.extra_info,
+                    messages=record.messages,
+                    environment=environment,
+                )
             if record.data_source not in sources:
                 check_sources(config.rewards, [record.data_source], loads=False)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         sources.add(record.data_source)
+    rehearse_episodes(config, firsts.values(), firsts)
     return rows
 
 
 def _first(rows: RowFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
-    return ((rows.where(i), row) for i, row in zip(range(_FIRST_ROWS), rows, strict=False))
+    until = process_time() + _ROWS_S
+    for i, row in enumerate(rows):
+        yield rows.where(i), row
+        if process_time() > until:
+            break
 
 
 def _require_room(config: Config, root: Path) -> None:

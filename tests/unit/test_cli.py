@@ -351,6 +351,9 @@ FIRST_MISTAKES = (
     ("data.val=[gues.jsonl]", "gues.jsonl row 1: environment: unknown environment 'gues'; did you mean 'guess'"),
     ("data.val=[poem.jsonl]", "poem.jsonl row 1: data_source: unknown data source 'poem'"),
     ("data.val=[mute.jsonl]", "mute.jsonl row 1: reward_model: ground_truth is missing"),
+    ("data.val=[late.jsonl]", "late.jsonl row 5000: reward_model: ground_truth is missing"),
+    ("environment.default=world:Fails", "environment.default: world does not load: RuntimeError: no key; correct it"),
+    ("environment.default=here.py:Here", "environment.default: Here has no start; derive it from megarl.environm"),
     ("model.dtype=fp16", "model.dtype: got 'fp16' .str., expected one of .*; choose one of these"),
     ("model.dtype=bf16", "model.dtype: got 'bf16' .str., expected one of .*; did you mean 'bfloat16'"),
     ("actor.optimizer.lr=1e-6x", "actor.optimizer.lr: got '1e-6x' .str., expected a finite float; write a number, "),
@@ -376,6 +379,9 @@ def mistaken(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         "broken.py": "def reward_func()\n    return 1",
         "named.py": "raise SystemExit\ndef mine(): ...",
         "needs.py": "import nosuchpackage\ndef reward_func(queries, prompts, labels): return [1.0]",
+        "world.py": "raise RuntimeError('no key')",
+        "here.py": "class Here: ...",
+        "late.jsonl": "\n".join([*[json.dumps(_ROW)] * 5000, json.dumps({**_ROW, "reward_model": {"style": "rule"}})]),
         "alien.py": "\ndef reward_func(a): return 1.0",
         "empty.jsonl": "",
         **{
@@ -414,9 +420,7 @@ def test_mistakes_are_told_before_libraries_load(dry: bool, settings: list[str],
     mistakes = [
         (override, said)
         for override, said in FIRST_MISTAKES
-        if not (
-            dry and override.startswith(("logging.", "run.", "rewards.", "data.train=[modle", "data.train=[openai"))
-        )
+        if not (dry and override.startswith(("logging.", "run.", "data.train=[modle", "data.train=[openai")))
     ]
     commands = [
         ["train", str(TRAIN_FILE), *settings, override, *(["--dry-run"] if dry else [])] for override, _ in mistakes

@@ -463,7 +463,7 @@ def test_rows_name_no_code(tmp_path: Path) -> None:
             {"type": "no.such.module:Thing"},
             r"mine.type: got no.such.module:Thing, but there is no module no; install it",
         ),
-        ({"type": f"{HERE}Nothing"}, "has no 'Nothing'; it has: .*Echo"),
+        ({"type": f"{HERE}Nothing"}, "has no 'Nothing'; name one of what it has: .*Echo"),
         ({"type": f"{HERE}Echo", "arguments": {"open": 1}}, r"entries.mine.arguments: got \{'open': 1\}; .*open"),
         ({"type": f"{HERE}EpisodeReply"}, "EpisodeReply has no start; derive it from megarl.environments.Environment"),
     ],
@@ -523,5 +523,5 @@ def test_a_constructor_that_hangs_is_refused_at_the_start() -> None:
     }
     config = EnvironmentConfig(entries=entries, reply_timeout_s=2.0)
     assert list(open_environments(config, ["quick"])) == ["quick"]
-    with pytest.raises(ConfigError, match=r"environment\.entries\.stuck: no environment was made within 2 s; look"):
+    with pytest.raises(ConfigError, match=r"environment\.entries\.stuck\.type: no environment was made within 2 s"):
         open_environments(config, ["quick", "stuck"])

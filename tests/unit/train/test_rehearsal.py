@@ -77,7 +77,7 @@ def test_every_part_of_a_file_is_tried_whatever_the_others_do(
         "15: filter 'lacks': ModuleNotFoundError: No module named 'surely_missing'; install surely_missing, or add its "
         "directory to PYTHONPATH",
         "17: filter 'forks': a process that it forked returns as well; end that by os._exit",
-        "29: environment 'Echo': Echo.type: Echo has no start; derive it from megarl.environments.Environment",
+        "29: environment 'Echo': Echo: Echo has no start; derive it from megarl.environments.Environment",
         "33: reward function 'compute_score': returned {'scor': 1.0}, expected a finite number, or a mapping with "
         "'score', a finite number, and, if there is 'acc', a number or a boolean for it; correct it",
     ]
