@@ -16,7 +16,7 @@ _STATED = re.compile(
     rf"(?:(?P<sign>{_BE}(?:\s+(?:therefore|thus|then|hence|indeed|simply|clearly))?\s*:?|[:=—–])|(?<=\n))[\s}}]*"
 )
 _BEFORE_STATED = re.compile(
-    r"(?i)(?:(?P<line>^|\n)|[^\w\s'#>]|\b(?:the|my|our|so|thus|hence|therefore|and)\b)[\s#>]*"
+    r"(?i)(?>(?s:.*)(?=[^\w\s#>])|)(?s:.*?)(?:(?P<line>^|\n)|[^\w\s'#>]|\b(?:the|my|our|so|thus|hence|therefore|and)\b)[\s#>]*"
     r"(?:(?:the|final|correct|right|best|only|exact|numerical|required)\s+)*\Z"
 )
 _STATED_REF = "he answer is"
@@ -64,8 +64,12 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
 
 def last_statement(response: str, options: AnswerOptions) -> str | None:
     """Return what a sentence states after the last "the answer is" or the like, None if that is supposed or revoked."""
-    for found in list(_STATED.finditer(response))[: -MAX_STATEMENTS - 1 : -1]:
-        head = _BEFORE_STATED.search(response, max(0, found.start() - 60), found.start())
+    lower = response.lower()
+    begin = lower.find("ans") if len(lower) == len(response) else 0
+    if begin < 0:
+        return None
+    for found in list(_STATED.finditer(response, begin))[: -MAX_STATEMENTS - 1 : -1]:
+        head = _BEFORE_STATED.match(response, max(0, found.start() - 60), found.start())
         if not head or (not found["sign"] and head["line"] is None) or is_supposed(response[: head.end()]):
             continue
         end = _SENTENCE_END.search(response, found.end())

@@ -18,10 +18,13 @@ DENIED = re.compile(
     r"|\b(?:doubt|deny|lie|wrong(?:ly)?|incorrect(?:ly)?|false(?:ly)?|mistake(?:n(?:ly)?)?|impossible|maybe|perhaps|possibly|suppose|assum(?:e|ing)|unsure|not\s+sure|might\s+think)\b",
     re.IGNORECASE,
 )
-CLAUSE = re.compile(
-    r"[.;!?](?:\s|$)|\n|[:,=]|⇒|∴|→|\\(?:implies|Rightarrow|therefore)\b|\b(?:so|thus|hence|therefore|then|because|since)\b",
+# Up to the last of the marks that begin a clause, and up to the last that ends a sentence.
+_TO_CLAUSE = re.compile(
+    r"(?s:.*)(?:[.;!?](?:\s|$)|\n|[:,=]|⇒|∴|→|\\(?:implies|Rightarrow|therefore)\b"
+    r"|\b(?:so|thus|hence|therefore|then|because|since)\b)",
     re.IGNORECASE,
 )
+_TO_SENTENCE = re.compile(r"(?s:.*)(?:[.!?]\s|\n)")
 _GOVERNOR = re.compile(r"(?:\\?[A-Za-z']+|[^\sA-Za-z])$")
 _MEANINGS: Mapping[str, str] = {
     "sign": r"= : ≈ ≡ → ⇒ ⟹ ∴ \simeq \approx \equiv \Rightarrow \rightarrow \Longrightarrow \longrightarrow "
@@ -142,19 +145,21 @@ def follows_equals(text: str) -> bool:
 
 def is_supposed(text: str) -> bool:
     """Return whether what a text goes on to state is a condition, a trial, others' word or denied."""
-    return _is_trial(text) or DENIED.search(_clause(text)) is not None
+    return _is_trial(text) or DENIED.search(clause_of(text)) is not None
 
 
 def _is_trial(text: str) -> bool:
-    sentence = re.split(r"[.!?]\s|\n", text[-4 * CONTEXT_CHARS :])[-1]
+    text = text[-4 * CONTEXT_CHARS :]
+    sentence = text[found.end() :] if (found := _TO_SENTENCE.match(text)) else text
     if _UNREAL.match(sentence):
         return True
-    return not follows_equals(text) and _SUPPOSED.search(_clause(sentence)) is not None
+    return not follows_equals(text) and _SUPPOSED.search(clause_of(sentence)) is not None
 
 
-def _clause(text: str) -> str:
+def clause_of(text: str) -> str:
+    """Return the clause that a text ends with."""
     text = text[-CONTEXT_CHARS:]
-    return text[max((found.end() for found in CLAUSE.finditer(text)), default=0) :]
+    return text[found.end() :] if (found := _TO_CLAUSE.match(text)) else text
 
 
 def _counts(after: str, *, begins: bool) -> bool:

@@ -252,9 +252,10 @@ def canonical(text: str) -> str:
     if text.count("=") > 1 and r"\begin" not in text:
         text = _BETWEEN_EQUATIONS.sub(", ", text)
     text = _rewritten(text, _DELIMITERS)
-    text = _UPRIGHT_UNIT.sub(lambda match: f" {UNIT_OF_LETTER[match[1]]} ", text)
+    if "\\" in text:
+        text = _UPRIGHT_UNIT.sub(lambda match: f" {UNIT_OF_LETTER[match[1]]} ", text)
     # Innermost first: `\text{ cm}` → ` cm `.
-    while (unwrapped := _UNWRAPPED.sub(r" \1 ", text)) != text:
+    while "\\" in text and (unwrapped := _UNWRAPPED.sub(r" \1 ", text)) != text:
         text = unwrapped
     text = _rewritten(text, _SYMBOLS)
     while re.fullmatch(r"\{[^{}]*\}", text):

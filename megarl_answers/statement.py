@@ -4,7 +4,7 @@ number or the argument of a function.
 
 import re
 
-from megarl_answers.grammar import CLAUSE, CONTEXT_CHARS, DENIED, at_end, follows_equals, is_stated
+from megarl_answers.grammar import CONTEXT_CHARS, DENIED, at_end, clause_of, follows_equals, is_stated
 from megarl_answers.numbers import join_digits
 from megarl_answers.numerals import spelled_number
 from megarl_answers.units import unit_of
@@ -14,6 +14,8 @@ _FRACTION = (
     r"(?:\d+\s*)?\\[dt]?frac(?:\s*\{\s*\d+\s*\}){2}|(?:\b\d+ )?\d+\s*/\s*\d+(?![\d/])|\b[1-9]\d{0,2}(?: \d{3})+\b"
 )
 _LAST_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<!\d)\.)?\d(?:[\d.,']*\d)?")
+# Up to the last digit, and up to the last character that no number has.
+_TO_DIGIT, _TO_NUMBER = re.compile(r"(?s:.*)\d"), re.compile(r"(?s:.*)[^\s\d.,'/{}\\acdfrt]")
 _GROUPED_NUMBER = re.compile(rf"{_FRACTION}|(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d*)(?:\.\d+)?")
 _SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$")
 # Before or after a number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½, 42nd.
@@ -88,11 +90,11 @@ def last_number(text: str) -> str | None:
         text = text[: another.start()]
     if (aside := at_end(_ASIDE, text, CONTEXT_CHARS)) and not _words_of(aside[1]) & CHANGED:
         text = text[: aside.start(1)]
-    begin = max(0, len(text) - 5 * CONTEXT_CHARS)
-    numbers = list(_LAST_NUMBER.finditer(text, begin))
-    if begin and not (numbers and numbers[-1].start() > begin + CONTEXT_CHARS):
-        numbers = list(_LAST_NUMBER.finditer(text))
-    if not numbers or not _GROUPED_NUMBER.fullmatch(numbers[-1][0]):
+    if (last := _TO_DIGIT.match(text)) is None:
+        return None
+    begin = _TO_NUMBER.match(text, 0, last.end())
+    numbers = list(_LAST_NUMBER.finditer(text, begin.end() if begin else 0))
+    if not _GROUPED_NUMBER.fullmatch(numbers[-1][0]):
         return None
     start, end = numbers[-1].span()
     number, before, after = numbers[-1][0], text[max(0, start - 4 * CONTEXT_CHARS) : start], text[end:]
@@ -123,13 +125,12 @@ def changes_before(text: str, *, is_rounded: bool = False, labels: bool = True) 
     if follows_equals(text):
         return False
     text = text[-CONTEXT_CHARS:].replace("’", "'")
-    clause = text[max((match.end() for match in CLAUSE.finditer(text)), default=0) :]
     if not is_rounded and at_end(_ROUNDED, text, 30):
         return True
     match = at_end(_BEFORE, text, 80)
     is_label = match is not None and match["label"] is not None
     return (match is not None and not (is_label and (not labels or _LABELLED.search(text)))) or bool(
-        DENIED.search(clause)
+        DENIED.search(clause_of(text))
     )
 
 

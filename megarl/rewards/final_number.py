@@ -15,16 +15,15 @@ SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick
 _MARK = "####"
 # Around an answer, these say nothing: Markdown, and tags that end a text.
 _AROUND = re.compile(r"[✅✔☑\ufe0f]|\*{2,3}|__|`|<\|?/?[a-zA-Z_]+\|?>")
-_GLUED_UNIT = re.compile(r"\d(?=[mghls]\W*$)")
+_GLUED_UNIT = re.compile(r"(?<=\d)(?=[mghls]\W*$)")
 _ABOUT = re.compile(r"[\s*_`$=]*~(?!~)")
 _NAMED = re.compile(r"^[a-zA-Z]\s*=\s*(?=[^=]*$)")
 
 
 def normalise_number(text: str) -> str:
     """Unify the spelling of a number: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
-    text = re.sub(r"[,$\\]", "", text.strip())
-    text = re.sub(r"\.0*$", "", text)
-    return re.sub(r"^(-?)\.", r"\g<1>0.", text)
+    text = re.sub(r"\.0*$", "", re.sub(r"[,$\\]", "", text.strip()))
+    return re.sub(r"^(?=\.)|(?<=^-)(?=\.)", "0", text)
 
 
 def parse_stated(line: str) -> Fraction | None:
@@ -33,7 +32,7 @@ def parse_stated(line: str) -> Fraction | None:
         return None
     values = set[Fraction | None]()
     for form in AGAIN.split(_AROUND.sub(" ", line)):
-        text = re.sub(r"^-\s+", "-", _NAMED.sub("", canonical(_GLUED_UNIT.sub(r"\g<0> ", form))))
+        text = re.sub(r"^-\s+", "-", _NAMED.sub("", canonical(_GLUED_UNIT.sub(" ", form))))
         quantity = parse_quantity(_NAMED.sub("", plain_answer(text)))
         values.add(quantity[0].value if quantity else None)
     return values.pop() if len(values) == 1 else None

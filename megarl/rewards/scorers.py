@@ -129,9 +129,11 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
     Case, punctuation, articles (a, an, the), repeated spaces and Unicode's forms of a character do not count, but signs
     and points of numbers do, and signs that belong to a name.
     """
-    answers = LAST_ANSWER.findall(response)[-1:]
-    correct = any(_same_words(a, ground_truth) or _same_words(_SAID.sub("", a), ground_truth) for a in answers)
-    return reward_of(correct, parse_failed=not answers)
+    if not (answers := LAST_ANSWER.findall(response)):
+        return reward_of(False, parse_failed=True)
+    last = answers[-1]
+    correct = _same_words(last, ground_truth) or _same_words(_SAID.sub("", last), ground_truth)
+    return reward_of(correct, parse_failed=False)
 
 
 def _same_words(answer: str, accepted: str) -> bool:
@@ -143,7 +145,8 @@ def _same_words(answer: str, accepted: str) -> bool:
 @lru_cache(maxsize=4096)
 def _forms_of(text: str) -> tuple[str, str, str]:
     """Return a text without quotation marks around words, without punctuation and case, and without articles too."""
-    text = _QUOTED.sub(r"\2", _one_form(text)).strip()
+    text = _one_form(text)
+    text = (_QUOTED.sub(r"\2", text) if _QUOTED.search(text) else text).strip()
     plain = " ".join("".join(_KEPT.findall(text)).split())
     return text, plain.casefold(), _ARTICLE.sub("", plain).casefold()
 
