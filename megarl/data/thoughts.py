@@ -29,6 +29,21 @@ def opens_twice(text: str) -> bool:
     return _TWICE.search(text) is not None
 
 
+def split_thought(answer: str) -> tuple[str, str]:
+    """Return the thought with which an answer begins, which its prompt may have opened, and the rest, without marks.
+
+    >>> split_thought("<think>2 and 2</think>\\n4"), split_thought("2 and 2</think>4"), split_thought("4")
+    (('2 and 2', '4'), ('2 and 2', '4'), ('', '4'))
+    """
+    begun = _BEGINNING.match(answer)
+    closing = re.escape(partner(begun[1])) if begun else CLOSING
+    start = begun.end() if begun else 0
+    found = re.compile(closing, re.IGNORECASE).search(answer, start)
+    if found is None or (not begun and _MARK.search(answer[: found.start()])):
+        return (answer[start:].strip(), "") if begun else ("", answer)
+    return answer[start : found.start()].strip(), answer[found.end() :].lstrip()
+
+
 def unended_thought(answer: str, prompt: str, begun: str = "") -> str:
     """Return the mark that an answer lacks: the end of the thought that a prompt opens, "" if the answer begins with a
     thought or ends it.

@@ -1,7 +1,8 @@
-"""Let an agent with a loop of its own lead the conversation: it asks the policy for turns as it asks OpenAI's API."""
+"""Let an agent with a loop of its own lead the conversation: it asks the policy for turns as it asks any API."""
 
 import asyncio
 import contextlib
+import fnmatch
 import functools
 import inspect
 import json
@@ -29,7 +30,7 @@ MOST_OUTPUT_BYTES, MOST_ERROR_BYTES = 1 << 20, 1 << 14
 
 @ENVIRONMENTS.register("agent")
 class AgentEnvironment(Environment):
-    """An environment whose other side is an agent: a function or a program that uses an OpenAI client.
+    """An environment whose other side is an agent: a function or a program that uses OpenAI's or Anthropic's client.
 
     The agent's first request is the prompt; one that adds to an answered one brings the reply to that answer; any other
     is a branch of its own, see `Chat`; one with `n` is answered by so many branches. Its end ends the conversation. It
@@ -45,13 +46,15 @@ class AgentEnvironment(Environment):
         agent: str | Callable[..., Any] | None = None,
         command: Sequence[str] = (),
         parser: str | None = "hermes",
+        untrained_models: Sequence[str] = ("side",),
     ) -> None:
         """Make the environment of one sample.
 
         agent: a function as MODULE:NAME or FILE.py:NAME, called with `prompt`, `base_url` and `api_key`; async ones
         share the host's event loop, others get a thread. command: instead, a program and its arguments. It gets
-        OPENAI_BASE_URL and OPENAI_API_KEY, and reads the row as JSON; if its last line is a JSON object, that is what
-        it returns. parser: how the policy writes calls of tools, see `tools`; null: a turn is text.
+        OPENAI_BASE_URL, OPENAI_API_KEY and the same for ANTHROPIC, and reads the row as JSON; if its last line is a
+        JSON object, that is what it returns. parser: how the policy writes calls of tools, see `tools`; null: a turn is
+        text. untrained_models: turns that are asked for by such a name, as patterns with *, do not train.
         """
         if (agent is None) == (not command):
             raise ConfigError(f"{KEY}: got agent={agent!r} and command={list(command)}, expected one of them")
@@ -69,9 +72,11 @@ class AgentEnvironment(Environment):
                 AGENT_THREADS, functools.partial(function, prompt=prompt, base_url=url, api_key=API_KEY)
             )
         self._chat = Chat(PARSERS.get(parser) if parser else None)
+        self._untrained_models = tuple(untrained_models)
         self._running: asyncio.Future[Any] | None = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._chat.count_tokens = self.count_tokens
         self._running = asyncio.ensure_future(contained(self._call(prompt, chat_server().open(self._chat))))
         if (asked := await self._next_request(self._running)) is None:
             raise RuntimeError("the agent ended without a request")
@@ -90,11 +95,14 @@ class AgentEnvironment(Environment):
                 return Reply(context=asked.messages, num_calls=num_calls)
             return Reply(messages=asked.messages, after_turn=asked.after_turn, num_calls=num_calls)
         returned = self._running.result()
+        found: dict[str, object] = {f"branches_{cause}": count for cause, count in self._chat.branches.items()}
+        if self._chat.num_refused:
+            found["refused_requests"] = self._chat.num_refused
         if returned is None or isinstance(returned, int | float):
-            return Reply(done=True, reward=float(returned or 0), num_calls=num_calls)
+            return Reply(done=True, reward=float(returned or 0), num_calls=num_calls, details=found)
         if not isinstance(returned, Mapping):
             raise TypeError(f"the agent returned {type(returned).__name__}, expected a number or a mapping with reward")
-        details = {str(name): value for name, value in returned.items() if name not in ("reward", "rewards")}
+        details = found | {str(name): value for name, value in returned.items() if name not in ("reward", "rewards")}
         return Reply(
             done=True,
             reward=float(returned.get("reward", 0)),
@@ -132,6 +140,7 @@ class AgentEnvironment(Environment):
             if asked.done():
                 request = asked.result()
                 self.max_turn_tokens, self.num_tries = request.max_tokens, request.num_tries
+                self.trains = not any(fnmatch.fnmatchcase(request.model, each) for each in self._untrained_models)
                 return request
             running.result()
             return None
@@ -155,7 +164,13 @@ async def _run_program(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**variables, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": API_KEY},
+        env={
+            **variables,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": API_KEY,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": API_KEY,
+        },
         pass_fds=[chat_server().held.fileno()],
         start_new_session=True,
     )

@@ -82,6 +82,10 @@ class Environment:
     # How many times the policy writes its next turn, side by side and each by itself; it may change with every reply.
     # `choose` gets several, `reply` one.
     num_tries: int = 1
+    # Whether the policy's next turn trains; it may change with every reply.
+    trains: bool = True
+    # It is there once a worker has the conversation.
+    count_tokens: "TokenCounter | None" = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         """Begin a conversation; return messages that follow those of the prompt, which the policy answers first."""
@@ -110,6 +114,8 @@ class Environment:
         """Free what the conversation holds; called once, whatever happened before."""
 
 
+# Counts the tokens of messages, with these tools, as the policy reads them.
+TokenCounter: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, object]]], int]
 EnvironmentFactory: TypeAlias = Callable[..., Environment]
 ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", key="environment.entries.*.type")
 

@@ -10,12 +10,13 @@ import itertools
 import json
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.environments.base import Action
+from megarl.data.thoughts import split_thought
+from megarl.environments.base import Action, TokenCounter
 from megarl.environments.parsers import Parser
 from megarl.host.unicode import readable
 from megarl.types import Message
@@ -50,7 +51,8 @@ class TurnAsked:
     """A request for a turn of the policy.
 
     after_turn: the number of the turn that the messages follow; None: they are all that the policy reads. max_tokens:
-    the limit of the turn, if the request has one. num_tries: how many answers it asks for.
+    the limit of the turn, if the request has one. num_tries: how many answers it asks for. model: the name by which it
+    asks for the policy.
     """
 
     messages: tuple[Message, ...]
@@ -58,6 +60,7 @@ class TurnAsked:
     tools: Sequence[Mapping[str, object]]
     max_tokens: int | None
     num_tries: int
+    model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,8 @@ class _Said:
 class _Request:
     """A request that waits for the policy, with the whole chat that it sent.
 
-    may_call: whether a call of a tool in the answer is one, or text. is_gone: whether its client has left.
+    may_call: whether a call of a tool in the answer is one, or text. is_gone: whether its client has left. id_prefix,
+    has_thoughts: as its dialect wants them.
     """
 
     said: list[_Said]
@@ -84,6 +88,8 @@ class _Request:
     model: str
     answer: asyncio.Future[dict[str, Any]]
     is_gone: Callable[[], Awaitable[bool]]
+    id_prefix: str
+    has_thoughts: bool
 
 
 class Chat:
@@ -92,6 +98,8 @@ class Chat:
     Requests are answered one after the other. One that has all messages of an earlier one, its answer and new messages
     goes on with that chat. Any other begins a chat of its own: a history that was rewritten or made shorter, a
     sub-agent's, the same question once more. turns: by the id of each completion, the turns that are its choices.
+    histories: by such an id, all messages up to the completion, where clients may go on from it by the id alone.
+    branches: how many requests began a chat of their own, by the cause. num_refused: requests that were not answered.
     """
 
     def __init__(self, parse: Parser | None) -> None:
@@ -102,6 +110,9 @@ class Chat:
         self._answered: list[tuple[list[_Said], Sequence[Mapping[str, object]]]] = []
         self._texts: dict[_Said, str] = {}
         self.turns: dict[str, list[int]] = {}
+        self.histories: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self.branches, self.num_refused = Counter[str](), 0
+        self.count_tokens: TokenCounter | None = None
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
         # The request that the policy answers now.
@@ -119,17 +130,33 @@ class Chat:
             goes_on = len(asked.said) > len(said) and asked.said[: len(said)] == said and asked.tools == tools
             if goes_on and not any(each.role == "assistant" for each in asked.said[len(said) :]):
                 count, after_turn = len(said), turn
-        roles = {"developer": "system"}
-        messages = tuple(
-            Message(role=roles.get(each.role, each.role), content=self._texts.get(each, each.text))
-            for each in asked.said[count:]
-        )
+        if after_turn is None and self._answered:
+            self.branches[self._cause(asked)] += 1
         return TurnAsked(
-            messages=messages,
+            messages=self._messages(asked.said[count:]),
             after_turn=after_turn,
             tools=asked.tools,
             max_tokens=asked.max_tokens,
             num_tries=asked.num_tries,
+            model=asked.model,
+        )
+
+    def _cause(self, asked: _Request) -> str:
+        """Return why a request goes on from no earlier one: the same was asked before, its tools differ, it begins in
+        another way, or messages within were changed or left out.
+        """
+        questions = [said[:-1] for said, _ in self._answered]
+        if any(asked.said == question for question in questions):
+            return "asked_again"
+        if any(asked.said[: len(said)] == said for said, _ in self._answered):
+            return "other_tools"
+        return "rewritten" if any(asked.said[0] == question[0] for question in questions) else "other_beginning"
+
+    def _messages(self, said: Sequence[_Said]) -> tuple[Message, ...]:
+        """Return messages as the policy reads them, its own turns as it wrote them."""
+        roles = {"developer": "system"}
+        return tuple(
+            Message(role=roles.get(each.role, each.role), content=self._texts.get(each, each.text)) for each in said
         )
 
     def answer(self, actions: Sequence[Action]) -> int:
@@ -139,7 +166,7 @@ class Chat:
         choices = [self._choice(asked, index, action) for index, action in enumerate(actions)]
         num_before, num_written = actions[0].num_before, sum(action.num_tokens for action in actions)
         usage = {"prompt_tokens": num_before, "completion_tokens": num_written}
-        name = f"chatcmpl-{secrets.token_hex(8)}"
+        name = asked.id_prefix + secrets.token_hex(8)
         completion = {
             "id": name,
             "object": "chat.completion",
@@ -167,7 +194,10 @@ class Chat:
         content = action.text
         for call in calls:
             content = content.replace(call.source, "", 1)
+        thought, content = split_thought(content) if asked.has_thoughts else ("", content)
         message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None if calls else content}
+        if thought:
+            message["reasoning"] = thought
         if calls:
             message["tool_calls"] = [
                 {"id": f"call_{action.turn}_{i}", "type": "function", "function": function}
@@ -175,26 +205,25 @@ class Chat:
             ]
         answer = _read_message(message, "the answer")
         self._answered.append(([*asked.said, answer], asked.tools))
-        if calls:
+        if calls or thought:
             self._texts[answer] = action.text
         finish_reason = "tool_calls" if calls else "length" if action.is_cut else "stop"
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
 
-    async def ask(self, body: Mapping[str, Any], is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+    async def ask(
+        self,
+        body: Mapping[str, Any],
+        is_gone: Callable[[], Awaitable[bool]],
+        *,
+        id_prefix: str = "chatcmpl-",
+        has_thoughts: bool = False,
+    ) -> dict[str, Any]:
         """Return the completion of a request. Raises RequestError, also when the sample ends before it is answered.
 
-        is_gone: tells whether the client still waits for it.
+        is_gone: tells whether the client still waits for it. id_prefix: the beginning of the completion's id.
+        has_thoughts: the thought with which an answer begins is not part of its text.
         """
-        if self._is_closed:
-            raise RequestError("the conversation has ended")
-        _refuse_fields(body)
-        messages, tools = body.get("messages"), body.get("tools") or []
-        if not isinstance(messages, list) or not messages:
-            raise RequestError("messages is missing or empty, expected the whole conversation so far")
-        messages = _in_order_of_calls(messages)
-        said = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
+        said, tools = self._read(body)
         if said[-1].role == "assistant":
             raise RequestError("the last message is the assistant's, expected one that the policy answers")
         for i, each in enumerate(said):
@@ -224,10 +253,32 @@ class Chat:
                 model=model,
                 answer=answer,
                 is_gone=is_gone,
+                id_prefix=id_prefix,
+                has_thoughts=has_thoughts,
             )
         )
         self._arrived.set()
         return await answer
+
+    def num_tokens(self, body: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's messages and tools. Raises RequestError as `ask` does."""
+        said, tools = self._read(body)
+        assert self.count_tokens is not None, "a worker has the conversation"
+        return self.count_tokens(self._messages(said), tools)
+
+    def _read(self, body: Mapping[str, Any]) -> tuple[list[_Said], Sequence[Mapping[str, object]]]:
+        """Return the messages and tools of a request. Raises RequestError for what cannot be honoured."""
+        if self._is_closed:
+            raise RequestError("the conversation has ended")
+        _refuse_fields(body)
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages is missing or empty, expected the whole conversation so far")
+        messages = _in_order_of_calls(messages)
+        said = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
+        return said, tools
 
     def close(self) -> None:
         """End all chats: who still waits for an answer gets none."""

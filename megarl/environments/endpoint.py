@@ -1,14 +1,13 @@
-"""Serve chats over HTTP in OpenAI's form: an agent asks for the next turn of its chat, and the policy answers.
+"""Serve chats over HTTP in the forms of `dialects`: an agent asks for the next turn of its chat, the policy answers.
 
 Each sample has a URL of its own that nobody else can guess; `megarl.environments.chat` says what a request means.
 """
 
 import asyncio
 import contextlib
-import json
+import functools
 import socket
 from collections.abc import Iterator, Mapping
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
@@ -17,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megarl.environments.chat import Chat, RequestError
+from megarl.environments.dialects import DIALECTS, Dialect
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, trust
 from megarl.host.listeners import LOOPBACK, hold_port
 
@@ -24,6 +24,11 @@ from megarl.host.listeners import LOOPBACK, hold_port
 MAX_REQUEST_BYTES = 64 << 20
 # An agent may take long between two requests, and a connection that is closed meanwhile would cost it the second one.
 KEEP_ALIVE_S = 24 * 3600
+# The only model of the list, with the fields of OpenAI and of Anthropic.
+_MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "megarl", "type": "model"}
+_MODEL |= {"display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}
+# The routes to which clients send what they record of themselves.
+_TELEMETRY = ("api/event_logging", "v1/traces", "v1/metrics", "v1/logs")
 
 
 class ChatServer(BoundedServer):
@@ -32,9 +37,16 @@ class ChatServer(BoundedServer):
     def __init__(self) -> None:
         self._chats: dict[str, Chat] = {}
         self._bodies = JsonReader(MAX_REQUEST_BYTES)
-        route = Route("/s/{key}/v1/chat/completions", self._complete, methods=["POST"])
+        # Clients are given a base URL with or without /v1, and some add one.
+        paths = [(dialect, path) for dialect in DIALECTS for path in (dialect.path, dialect.count_path) if path]
+        routes = [
+            Route(f"/s/{{key}}{base}/{path}", functools.partial(self._complete, dialect), methods=["POST"])
+            for base in ("", "/v1", "/v1/v1")
+            for dialect, path in paths
+        ]
+        rest = Route("/s/{key}{path:path}", self._rest, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
         super().__init__(
-            Starlette(routes=[route]),
+            Starlette(routes=[*routes, rest]),
             "agents_endpoint",
             timeout_keep_alive=KEEP_ALIVE_S,
             # Else uvicorn would change the logging of the whole process.
@@ -62,27 +74,52 @@ class ChatServer(BoundedServer):
         """Leave signals to the process."""
         yield
 
-    async def _complete(self, request: Request) -> Response:
-        """Answer a request for a turn."""
+    async def _complete(self, dialect: Dialect, request: Request) -> Response:
+        """Answer a request for a turn, or count its tokens."""
         chat = self._chats.get(request.path_params["key"])
         if chat is None:
-            return _error(404, "there is no such conversation, or it has ended")
+            return JSONResponse(dialect.error(404, "there is no such conversation, or it has ended"), status_code=404)
         trust(request)
         try:
             body = await self._bodies.read(request)
             if not isinstance(body, Mapping):
                 raise RequestError(f"the body is {type(body).__name__}, expected an object")
-            completion = await chat.ask(body, request.is_disconnected)
+            asked = dialect.read(body, chat)
+            if dialect.count_path and request.url.path.endswith(dialect.count_path):
+                return JSONResponse(dialect.count(chat.num_tokens(asked)))
+            completion = await chat.ask(
+                asked, request.is_disconnected, id_prefix=dialect.id_prefix, has_thoughts=dialect.has_thoughts
+            )
+            written = dialect.write(completion, body, chat)
         except RequestError as error:
-            return _error(400, str(error))
+            return _refusal(chat, dialect, 400, str(error))
         except RequestRefusedError as error:
-            return _error(error.status, str(error))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            return _error(400, f"the body is not what OpenAI's API takes: {type(error).__name__}: {error}")
+            return _refusal(chat, dialect, error.status, str(error))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            said = f"the body is not what this API takes: {type(error).__name__}: {error}"
+            return _refusal(chat, dialect, 400, said)
         if not body.get("stream"):
-            return JSONResponse(completion)
-        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return StreamingResponse(_events(completion, with_usage=with_usage), media_type="text/event-stream")
+            return JSONResponse(written)
+        return StreamingResponse(dialect.events(written, body), media_type="text/event-stream")
+
+    async def _rest(self, request: Request) -> Response:
+        """Answer what is no request for a turn: lists of models, telemetry, and what this server does not have."""
+        path = request.path_params["path"].strip("/")
+        chat = self._chats.get(request.path_params["key"])
+        if chat is not None:
+            trust(request)
+            name = path.rpartition("models")[2].strip("/")
+            if request.method in ("GET", "HEAD") and (not path or "models" in path.split("/")):
+                models = [_MODEL | {"id": name}] if name else [_MODEL]
+                return JSONResponse(models[0] if name else {"object": "list", "data": models, "has_more": False})
+            if request.method == "POST" and path.startswith(_TELEMETRY):
+                return Response(status_code=204)
+        dialect = next((each for each in DIALECTS if each.path == "messages" and "messages" in path), DIALECTS[0])
+        known = ", ".join(f"POST /v1/{each.path}" for each in DIALECTS)
+        said = f"there is no {request.method} /{path} here; there are {known} and GET /v1/models"
+        if chat is None:
+            return JSONResponse(dialect.error(404, "there is no such conversation, or it has ended"), status_code=404)
+        return _refusal(chat, dialect, 404, said)
 
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
@@ -96,25 +133,7 @@ def chat_server() -> ChatServer:
     return _SERVERS[loop]
 
 
-def _error(status: int, message: str) -> Response:
-    """Return an error in OpenAI's form, with a status that clients do not try again after."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status_code=status)
-
-
-def _events(completion: Mapping[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """Yield a completion as the events of a stream: each turn and its end, and what it used if that is asked for."""
-    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    parts: list[dict[str, object]] = []
-    for choice in completion["choices"]:
-        delta = dict(choice["message"])
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-        index = choice["index"]
-        parts.append({"choices": [{"index": index, "delta": delta, "finish_reason": None}]})
-        parts.append({"choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    if with_usage:
-        parts.append({"choices": [], "usage": completion["usage"]})
-    for part in parts:
-        yield f"data: {json.dumps(head | part)}\n\n"
-    yield "data: [DONE]\n\n"
+def _refusal(chat: Chat, dialect: Dialect, status: int, message: str) -> Response:
+    """Return an error, with a status that clients do not try again after; agents may pass it over, so it is counted."""
+    chat.num_refused += 1
+    return JSONResponse(dialect.error(status, message), status_code=status)

@@ -83,16 +83,17 @@ class EpisodeReply:
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
     environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
     is_context: they are instead all that the policy reads next. max_turn_tokens: the environment's limit of the next
-    turn. num_tries: how many times the policy writes it. rewards: those of turns by their numbers, besides `reward` of
-    the last one. is_anew: a conversation that was to go on begins again. part: what was said, where the history is
-    rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`,
-    `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is to be replaced; empty:
-    it is not.
+    turn. num_tries: how many times the policy writes it. trains: whether it trains. rewards: those of turns by their
+    numbers, besides `reward` of the last one. is_anew: a conversation that was to go on begins again. part: what was
+    said, where the history is rendered, so that the conversation can go on elsewhere. failure: the kind of failure
+    (`raised`, `timed_out`, `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is
+    to be replaced; empty: it is not.
     """
 
     token_ids: tuple[int, ...] = ()
     max_turn_tokens: int | None = None
     num_tries: int = 1
+    trains: bool = True
     done: bool = False
     reward: float = 0.0
     rewards: Mapping[int, float] = field(default_factory=dict)
@@ -160,6 +161,7 @@ class EnvironmentWorker:
             # For what users hand to asyncio.to_thread, which may never return.
             asyncio.get_running_loop().set_default_executor(THREADS)
             environment = self._makers[request.prompt.environment]()
+            environment.count_tokens = self._count_tokens
             live = _Conversation(environment=environment, began=began, chat=request.prompt.messages)
             self._live[key] = live
             # Without its messages, as checkpoints of earlier versions have it, a conversation is not rendered again.
@@ -222,7 +224,14 @@ class EnvironmentWorker:
         limit, most = environment.max_turn_tokens, self._config.max_turns
         if not 1 <= environment.num_tries <= most:
             raise ValueError(f"num_tries is {environment.num_tries}, expected 1 to environment.max_turns={most}")
-        return {"max_turn_tokens": None if limit is None else int(limit), "num_tries": int(environment.num_tries)}
+        return {
+            "max_turn_tokens": None if limit is None else int(limit),
+            "num_tries": int(environment.num_tries),
+            "trains": bool(environment.trains),
+        }
+
+    def _count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> int:
+        return len(self._inter_turn.opening([self._inter_turn.plain(each) for each in messages], tools))
 
     def _following(self, live: _Conversation, actions: Sequence[Action], said: Reply) -> EpisodeReply:
         """Return the tokens that the policy reads after a turn or its tries, and where they stand."""

@@ -141,21 +141,34 @@ def started(sample: Sample, reply: EpisodeReply) -> Sample:
     return sample
 
 
-def turn_ended(sample: Sample) -> Sample:
+def turn_ended(sample: Sample, *, trains: bool = True) -> Sample:
     """Return the sample after an engine has written a turn of the policy; its finish reason is that of the turn."""
     is_cut = sample.finish_reason in _CUTS
+    if not trains:
+        sample = replace(sample, segments=_untrained(sample.segments))
     num_turns = episode_of(sample).num_turns + 1
     sample = replace(sample, finish_reason=FinishReason.ABORT)
     return _with(sample, num_turns=num_turns, awaits_reply=True, is_cut=is_cut)
 
 
-def tried(sample: Sample, parts: Sequence[Sample]) -> Sample:
+def _untrained(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Return segments of which the last turn has no loss token; a turn that was interrupted has several."""
+    first = len(segments)
+    while segments[first - 1].source is SegmentSource.POLICY:
+        first -= 1
+    own = (replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in segments[first:])
+    return (*segments[:first], *own)
+
+
+def tried(sample: Sample, parts: Sequence[Sample], *, trains: bool = True) -> Sample:
     """Return the sample with all tries of its next turn; each part is the sample with one of them at its end.
 
     They stand in their order, each on a branch of its own, with an empty reply between them.
     """
     episode, num_segments, num_known = episode_of(sample), len(sample.segments), sample.num_tokens
     context_end = int(path_before(num_known, sample.forks)[-1])
+    if not trains:
+        parts = [replace(part, segments=_untrained(part.segments)) for part in parts]
     first, *others = parts
     segments, forks, num_tokens = list(first.segments), list(sample.forks), first.num_tokens
     for part in others:

@@ -99,7 +99,7 @@ class VllmSource:
                     tries = (self._try(group, replace(sample, seed=seed), limit, engine) for seed in seeds)
                     # They stand in this order, whichever is written first; a checkpoint has all of them or none.
                     written = await asyncio.gather(*tries)
-                    sample, end = tried(sample, [part for part, _ in written]), known
+                    sample, end = tried(sample, [part for part, _ in written], trains=reply.trains), known
                     for part, engine in written:
                         end += part.num_tokens - known
                         wrote |= {} if engine is None else {end: engine}
@@ -110,7 +110,7 @@ class VllmSource:
                     if completion.engine is not None:
                         wrote[sample.num_tokens] = completion.engine
                     if sample.finish_reason is not FinishReason.ABORT:
-                        sample = turn_ended(sample)
+                        sample = turn_ended(sample, trains=reply.trains)
             except WorkerLostError:
                 sample = after_worker_died(sample)
             if episode_of(sample).is_cut and num_left(sample, plan, self._limits.max_tokens) < 1:

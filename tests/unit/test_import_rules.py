@@ -102,10 +102,11 @@ MOST_LINES = {
     # 195 for targets of plans and the table of what works on them.
     "config": 6145,
     "convert": 2150,
-    "data": 3615,
+    "data": 3630,
     # 58 for networks, locked memory and caches of nodes.
     "doctor": 808,
-    "environments": 2600,
+    # 500 came with the dialects of agents: messages and responses beside chat completions.
+    "environments": 3110,
     "errors": 100,
     "forecast": 1100,
     "host": 3765,
@@ -119,7 +120,7 @@ MOST_LINES = {
     # With learning curves: the fit, its words, picture and command.
     "report": 2420,
     "rewards": 5605,
-    "rollout": 3130,
+    "rollout": 3145,
     "run": 2320,
     "seeds": 50,
     "sync": 3100,
@@ -127,10 +128,10 @@ MOST_LINES = {
     "types": 1910,
     "weights": 4059,
     "megarl_answers": 2910,
-    "megarl_lab": 13400,
+    "megarl_lab": 12950,
     "megarl_sandbox": 3250,
 }
-MOST_LINES_TOGETHER = 95_760
+MOST_LINES_TOGETHER = 97_900
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 26

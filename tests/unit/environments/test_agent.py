@@ -13,7 +13,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,9 @@ import yaml
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import open_environments
 from megarl.environments.agent import _run_program
-from megarl.environments.worker import (
-    EnvironmentWorker,
-    EpisodeReply,
-    StartRequest,
-    TriesRequest,
-    TurnRequest,
-    WorkerSpec,
-)
 from megarl.errors import ConfigError
-from megarl.types import Message, Prompt
-from megarl_lab.recipes.tiny_model import make_byte_tokenizer
+from megarl.types import Prompt
+from tests.helpers.agent_talk import TOKENIZER, Talk, converse, lead
 from tests.helpers.second_user import needs_second_user
 from tests.helpers.strangers import ways_to_take
 from tests.helpers.verifier import wait_for_end
@@ -45,84 +36,9 @@ from tests.helpers.verifiers_venv import verifiers_command
 from tests.helpers.waiting import wait_until
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
-TOKENIZER = make_byte_tokenizer()
-TOKENIZER.chat_template = (
-    "{% if tools %}<|im_start|>tools\n{{ tools | map(attribute='function.name') | join(' ') }}<|im_end|>\n{% endif %}"
-    + str(TOKENIZER.chat_template)
-)
-END = 2
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 QUESTION = [{"role": "user", "content": "1+2?"}]
-
-
-@dataclass
-class Talk:
-    """What a conversation became: the host's replies, and the tokens of prompt, turns and inter_turn."""
-
-    replies: list[EpisodeReply] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return str(TOKENIZER.decode(self.tokens))
-
-    @property
-    def last(self) -> EpisodeReply:
-        return self.replies[-1]
-
-
-async def converse(
-    arguments: Mapping[str, Any],
-    *turns: str | tuple[str, ...],
-    think_s: float = 0.0,
-    max_prompt_tokens: int | None = None,
-    **limits: Any,
-) -> Talk:
-    """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut, and one of
-    several texts was tried so often.
-    """
-    config = EnvironmentConfig(
-        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 200.0} | limits
-    )
-    spec = WorkerSpec(
-        model_path="",
-        chat_template={},
-        names=("mine",),
-        config=config,
-        max_prompt_tokens=max_prompt_tokens,
-    )
-    host = EnvironmentWorker(spec, TOKENIZER)
-    row = Prompt(
-        uid="a",
-        token_ids=(5,),
-        data_source="d",
-        ground_truth="3",
-        messages=(Message(role="user", content="1+2?"),),
-        extra_info={"level": 2, "max_tokens": 40},
-        environment="mine",
-    )
-    talk = Talk(replies=[await host.start(7, StartRequest(prompt=row))])
-    talk.tokens += talk.last.token_ids
-    number = 0
-    for texts in turns:
-        if talk.last.done or talk.last.failure:
-            break
-        await asyncio.sleep(think_s)
-        tries = []
-        for text in (texts,) if isinstance(texts, str) else texts:
-            is_cut = text.endswith("…")
-            ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
-            tries.append(TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens)))
-            number += 1
-        talk.replies.append(await host.act(7, tries[0] if len(tries) == 1 else TriesRequest(tries=tuple(tries))))
-        talk.tokens += [*ids, *talk.last.token_ids]
-    await host.close(7)
-    return talk
-
-
-def lead(agent: Callable[..., Any] | None, *turns: str | tuple[str, ...], **settings: Any) -> Talk:
-    return asyncio.run(converse({"agent": agent}, *turns, **settings))
 
 
 def client(base_url: str, api_key: str, **settings: Any) -> openai.AsyncOpenAI:
@@ -478,7 +394,7 @@ def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
             r"messages\[0\].content has a part that is not text",
         ),
         ({"messages": [*QUESTION, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
-        ({"messages": [{"role": "user", "content": 5}]}, "the body is not what OpenAI's API takes: TypeError"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the body is not what this API takes: TypeError"),
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused_and_costs_nothing_else(
@@ -625,7 +541,7 @@ def test_requests_side_by_side_are_answered_in_turn() -> None:
         return {"answers": sorted(each.choices[0].message.content for each in found)}
 
     talk = lead(agent, "3", "4", "5", think_s=0.5)
-    assert talk.last.details == {"answers": ["3", "4", "5"]}
+    assert talk.last.details["answers"] == ["3", "4", "5"]
 
 
 def test_a_client_that_gave_up_waiting_may_ask_again() -> None:

@@ -505,6 +505,30 @@ def test_a_path_and_all_branches_have_limits_of_their_own() -> None:
     assert sample_of(group).finish_reason is FinishReason.LENGTH
 
 
+def test_a_turn_that_does_not_train_has_no_loss_token_wherever_it_was_interrupted() -> None:
+    world, source, group = begin()
+    world.reply()
+    world.speak(100, END)
+    world.reply(7, trains=False)
+    saved = source.parts([group])
+
+    world, _, group = begin(begun=saved)
+    world.reply(trains=False)
+    world.speak(101, reason=FinishReason.ABORT)
+    world.speak(END)
+    world.reply(8, num_tries=2, trains=False)
+    for token in (102, 103):
+        world.speak(token)
+    world.reply(9, after_turn=3)
+    world.speak(104, END)
+    world.reply(done=True, reward=1.0)
+    sample = sample_of(group)
+    assert sample.token_ids.tolist() == [5, 6, 100, END, 7, 99, 101, END, 8, 102, 103, 9, 104, END]
+    read = sample.token_ids[2:][sample.loss_mask]
+    assert read.tolist() == [100, END, 104, END]
+    assert turn_quantities(sample)["turn"].tolist() == [0, 0, -1, 1, 1, 1, -1, 2, 3, -1, 4, 4]
+
+
 def test_tries_of_a_turn_are_written_side_by_side_and_stand_in_their_order() -> None:
     """The prompt is 5 6. Turn 0 is tried twice, then turn 2 follows the first try, and turns 3 and 4 the second."""
     world, _, group = begin(max_tokens=40)
