@@ -16,6 +16,17 @@ from megarl.types import Row
 LOG_WEIGHT = "log_weight"
 
 
+def optimizer_batches(uids: Sequence[str], num_prompts: int) -> list[list[int]]:
+    """Return the rows of each optimizer batch of a step, by index: those of `num_prompts` groups, in their order.
+
+    >>> optimizer_batches(["a", "b", "a", "c"], 2)
+    [[0, 1, 2], [3]]
+    """
+    names = list(dict.fromkeys(uids))
+    parts = (set(names[start : start + num_prompts]) for start in range(0, len(names), num_prompts))
+    return [[i for i, uid in enumerate(uids) if uid in part] for part in parts]
+
+
 def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     """Return the tokens of the mask whose entropy is at least its (1 − share) quantile over the mask; ties stay
     (arXiv:2506.01939, with a share of 0.2).

@@ -89,12 +89,34 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
 
 
 def _check_recorded(config: Config) -> None:
-    """Raise ConfigError unless heads are recorded if and only if the policy loss reads them."""
-    name, got = config.algo.policy_loss.name, config.rollout.head_tokens
-    if (POLICY_LOSSES.get(name).measure is not None) == (got > 0):
+    """Raise ConfigError unless heads are recorded if and only if the policy loss reads them, and where it compares with
+    the policy itself, unless that sampled.
+    """
+    loss, rollout = config.algo.policy_loss, config.rollout
+    name, got = loss.name, rollout.head_tokens
+    if loss.compared_with == "trainer":
+        part, rounded = "engines sample from a part of the distribution", "engines round what the trainer does not"
+        for key, value, allowed, why in (
+            ("rollout.schedule.staleness", rollout.schedule.staleness, (0,), "ranks keep one policy, the step's"),
+            ("rollout.top_p", rollout.top_p, (1.0,), part),
+            ("rollout.top_k", rollout.top_k, (-1,), part),
+            ("rollout.source", rollout.source, ("vllm", "regenerate"), "a record does not say which weights sampled"),
+            ("sync.dtype", config.sync.dtype, (None,), rounded),
+            ("rollout.engine.dtype", rollout.engine.dtype, (None,), rounded),
+            ("rollout.engine.quantization", rollout.engine.quantization, (None,), rounded),
+            ("rollout.engine.kv_cache_dtype", rollout.engine.kv_cache_dtype, (None,), rounded),
+        ):
+            if value not in allowed:
+                remedy = " or ".join(map(str, allowed)).replace("None", "null")
+                raise ConfigError(
+                    f"{key}: got {value} with algo.policy_loss.compared_with=trainer, but {why}; set it to {remedy}, "
+                    "or compared_with=engine and rollout.head_tokens"
+                )
+    reads_heads = POLICY_LOSSES.get(name).measure is not None and loss.compared_with == "engine"
+    if reads_heads == (got > 0):
         return
     if got:
-        remedy = "which does not read them; set it to 0, or algo.policy_loss.name=score_centering"
+        remedy = f"and compared_with={loss.compared_with}, which reads none; set it to 0, or name=score_centering"
     else:
         remedy = "which compares the policy with the engine's likeliest tokens; set it to 128, or with top_k to that"
     raise ConfigError(f"rollout.head_tokens: got {got} with algo.policy_loss.name={name}, {remedy}")

@@ -76,17 +76,20 @@ class Centering:
         """Return c_v, [n, K]; 0 where there is no token."""
         p, q = x.log_p.exp(), x.log_q.exp()
         kappa = (x.rest_q.clamp(min=FLOOR) / x.rest_p.clamp(min=FLOOR))[:, None]
+        # Written over where it can be: there may be as many tokens as the vocabulary has.
         if self.weight == "none":
-            return q - kappa * p
+            return q.addcmul_(kappa, p, value=-1)
         one = torch.ones_like(kappa)
         if self.weight == "tis":
-            return p.clamp(self.low * q, self.high * q) - one.clamp(self.low * kappa, self.high * kappa) * p
-        return self._masked(p, x.log_p - x.log_q) - self._masked(one, -kappa.log()) * p
+            weighed = torch.maximum(p, self.low * q) if self.low else p
+            alpha = one.clamp(self.low * kappa, self.high * kappa)
+            return torch.minimum(weighed, q.mul_(self.high), out=q).addcmul_(alpha, p, value=-1)
+        return self._masked(p, x.log_p - x.log_q).addcmul_(self._masked(one, -kappa.log()), p, value=-1)
 
-    def value(self, x: HeadProbs) -> Tensor:
+    def value(self, x: HeadProbs, slopes: Tensor | None) -> Tensor:
         """Return C, [n]."""
-        slopes = self.slopes(x)
-        return torch.where(slopes == 0, 0.0, slopes * x.log_p).sum(1)
+        assert slopes is not None
+        return torch.linalg.vecdot(slopes, x.log_p)
 
     def _masked(self, values: Tensor, log_ratio: Tensor) -> Tensor:
         low, high = (log_ratio.new_tensor(bound).log() for bound in (self.low, self.high))
@@ -95,7 +98,7 @@ class Centering:
 
 @POLICY_LOSSES.register(
     "score_centering",
-    options=("center_weight", "center_low", "center_high", "max_head_error"),
+    options=("compared_with", "center_weight", "center_low", "center_high", "max_head_error"),
     reads=("rollout_logprobs",),
     measure=Centering.of,
 )
@@ -111,8 +114,7 @@ def score_centering(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTer
     """
     if x.beside is None or x.rollout_logprobs is None:
         raise ValueError(
-            "score_centering: nothing compared the policy with the engine's distribution; it needs megarl train with "
-            "rollout.head_tokens"
+            "score_centering: nothing compared the policy with the sampler's distribution; it needs megarl train"
         )
     weight = Centering.of(cfg).of_ratio(x.logprobs.detach() - x.rollout_logprobs)
     return PolicyLossTerms(

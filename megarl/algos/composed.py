@@ -211,7 +211,7 @@ class ComposedAlgorithm:
             loss = loss + distill_loss
             parts["distill/loss"] = distill_loss.detach()
             per_token |= distill.comparison(out, cfg.distill)
-        if "max_head_error" in self._policy_loss.options:
+        if "max_head_error" in self._policy_loss.options and cfg.policy_loss.compared_with == "engine":
             per_token |= centering.comparison(out.comparison)
         if out.entropy is not None:
             per_token[ENTROPY_METRIC] = out.entropy

@@ -16,6 +16,7 @@ from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
 from megarl.algos.sft import SftAlgorithm, weighted
 from megarl.config.algo import PolicyLossConfig
 from megarl.config.torch_later import Tensor
+from megarl.errors import ConfigError
 from megarl.registry import unknown_name
 from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch
 
@@ -95,4 +96,9 @@ def objective_by_name(name: str, algorithm: ComposedAlgorithm) -> Any:
         return algorithm
     if name not in POLICY_LOSSES:
         raise unknown_name("objective", name, [ALGORITHM, *OBJECTIVES, *POLICY_LOSSES], key="objective")
+    if POLICY_LOSSES.get(name).measure is not None:
+        raise ConfigError(
+            f"objective: got {name!r}, which reads the distribution of what sampled, but a loop gives rows alone; use "
+            "megarl train, or another objective"
+        )
     return replace(algorithm, cfg=replace(algorithm.cfg, policy_loss=PolicyLossConfig(name=name)))

@@ -64,10 +64,10 @@ class TopDivergence:
     kind: Literal["tv", "kl"]
     keeps_sampled: ClassVar[bool] = True
 
-    def slopes(self, x: HeadProbs) -> Tensor:
-        return torch.zeros_like(x.log_p)
+    def slopes(self, x: HeadProbs) -> Tensor | None:
+        return None
 
-    def value(self, x: HeadProbs) -> Tensor:
+    def value(self, x: HeadProbs, slopes: Tensor | None) -> Tensor:
         """Return ½·Σ|p − q|, or Σ q·ln(q/p), [n]."""
         q = x.log_q.exp()
         if self.kind == "tv":
@@ -86,6 +86,7 @@ def _dppo(x: PolicyLossInputs, cfg: PolicyLossConfig, apart: Tensor) -> PolicyLo
 
 
 _DPPO_RANGE = ("clip_low", "clip_high")
+_DPPO_TOP = (*_DPPO_RANGE, "compared_with")
 
 
 @POLICY_LOSSES.register("dppo_tv", options=_DPPO_RANGE)
@@ -120,9 +121,10 @@ def _beside(x: PolicyLossInputs) -> Tensor:
     return x.beside.detach()
 
 
-@POLICY_LOSSES.register("dppo_top_tv", options=_DPPO_RANGE, measure=lambda cfg: TopDivergence(kind="tv"))
+@POLICY_LOSSES.register("dppo_top_tv", options=_DPPO_TOP, measure=lambda cfg: TopDivergence(kind="tv"))
 def dppo_top_tv(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute DPPO as `dppo_tv` does, with the total variation between the engine's recorded head and the policy.
+    """Compute DPPO as `dppo_tv` does, with the total variation between the engine's recorded head and the policy, or
+    with `compared_with: trainer` over the whole vocabulary, between the policy at the start of the step and now.
 
     It is never below the binary one, so bounds do not carry over. SkyRL reports no gain over `dppo_tv`.
 
@@ -135,7 +137,7 @@ def dppo_top_tv(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register(
     "dppo_top_kl",
-    options=_DPPO_RANGE,
+    options=_DPPO_TOP,
     tuned_clip=0.1,
     clip_note="whose bound is a KL divergence; SkyRL advises 0.05 for `dppo_kl`, which is never above it",
     measure=lambda cfg: TopDivergence(kind="kl"),

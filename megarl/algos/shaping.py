@@ -232,9 +232,10 @@ def bound_head_error(advantages: Tensor, x: ShapingInputs) -> Advantages:
     >>> bound_head_error(tensor([[2.0]]), x).metrics["actor/sc_error_bound"]
     1.0
     """
-    if "max_head_error" not in POLICY_LOSSES.get(x.cfg.policy_loss.name).options:
+    loss = x.cfg.policy_loss
+    if loss.compared_with == "trainer" or "max_head_error" not in POLICY_LOSSES.get(loss.name).options:
         return Advantages(values=advantages)
-    return bounded_error(advantages, x.batch, x.cfg.policy_loss)
+    return bounded_error(advantages, x.batch, loss)
 
 
 @ADVANTAGE_SHAPERS.register("correct_for_engine", place="last")

@@ -41,26 +41,29 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
     >>> token_losses(rows([[1, 1]]), outputs([[-1.0, -1.0]]), advantages, AlgoConfig()).loss.tolist()
     [[-0.5, -2.0]]
     """
-    off_policy = cfg.off_policy
-    mask, bound = rows.loss_mask, off_policy.drop_above
-    if bound is not None:
+    mask, off_policy = rows.loss_mask, cfg.off_policy
+    if (bound := off_policy.drop_above) is not None:
         mask = kept_tokens(rows.quantity(TokenQuantity.OLD_LOGPROBS), mask, bound)
     demonstrated = demonstration_mask(rows) & mask
-    nothing = torch.zeros_like(mask)
-    loss_mask, imitated = mask, nothing
+    loss_mask, imitated = mask, torch.zeros_like(mask)
     if off_policy.loss == "sft":
         masks = imitation_masks(mask, demonstrated, off_policy.sft_tokens)
         loss_mask, imitated = masks.policy, masks.imitated
     loss = POLICY_LOSSES.get(cfg.policy_loss.name)
+    further = {name: rows.quantity(name) for name in FURTHER_INPUTS if name in loss.reads and name != "entropy"}
+    old_logprobs = rows.quantities.get(TokenQuantity.OLD_LOGPROBS, out.logprobs.detach())
+    if cfg.policy_loss.compared_with == "trainer":
+        old_logprobs = out.comparison["teacher_logprobs"]
+        further |= {"rollout_logprobs": old_logprobs} if "rollout_logprobs" in further else {}
     x = PolicyLossInputs(
         logprobs=out.logprobs,
-        old_logprobs=rows.quantities.get(TokenQuantity.OLD_LOGPROBS, out.logprobs.detach()),
+        old_logprobs=old_logprobs,
         advantages=advantages,
         # Imitated tokens, too, have diagnostics.
         loss_mask=mask,
         correction=rows.quantities.get(CORRECTION),
         chosen=rows.quantity(CHOSEN) > 0 if loss.chooses else None,
-        **{name: rows.quantity(name) for name in FURTHER_INPUTS if name in loss.reads and name != "entropy"},
+        **further,
         entropy=out.entropy if "entropy" in loss.reads else None,
         beside=None if loss.measure is None else out.divergence,
     )

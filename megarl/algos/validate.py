@@ -165,12 +165,18 @@ def _check_head(cfg: AlgoConfig) -> None:
     key, loss = f"algo.policy_loss.name={cfg.policy_loss.name}", POLICY_LOSSES.get(cfg.policy_loss.name)
     if loss.measure is None:
         return
-    if "old_logprobs" not in loss.reads and cfg.correction != CorrectionConfig():
+    is_own = cfg.policy_loss.compared_with == "trainer"
+    if is_own and CORRECTIONS.get(cfg.correction.name).rollout_ratio:
+        raise ConfigError(
+            f"algo.correction.name: got {cfg.correction.name!r} with {key} and compared_with=trainer, whose ratio is "
+            "to the policy at the start of the step; set algo.correction.name=none, or one with weights, as tis_upper"
+        )
+    if "old_logprobs" not in loss.reads and cfg.correction != CorrectionConfig() and not is_own:
         raise ConfigError(
             f"algo.correction.name: got {cfg.correction.name!r} with {key}, which weighs tokens by the ratio of the "
             "current policy to the engine itself, so that both would weigh them twice; set algo.correction.name=none"
         )
-    if "old_logprobs" in loss.reads and not CORRECTIONS.get(cfg.correction.name).rollout_ratio:
+    if "old_logprobs" in loss.reads and not (is_own or CORRECTIONS.get(cfg.correction.name).rollout_ratio):
         raise ConfigError(
             f"algo.correction.name: got {cfg.correction.name!r} with {key}, whose recorded head is the engine's, not "
             "that of old weights, so that the ratio has to be to the engine too; set algo.correction.name=rollout_ratio"
@@ -178,7 +184,7 @@ def _check_head(cfg: AlgoConfig) -> None:
     if cfg.distill.is_dense:
         raise ConfigError(
             f"algo.distill.mode: got {cfg.distill.mode} with {key}, but the log-prob head compares the policy with one "
-            "distribution, here the engine's; set algo.distill.mode=sampled, or another loss"
+            "distribution, here the sampler's; set algo.distill.mode=sampled, or another loss"
         )
     if cfg.demonstrations.strategy != "none":
         raise ConfigError(

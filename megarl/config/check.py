@@ -14,6 +14,7 @@ from typing import TypeAlias
 from megarl.config.check_distill import check_distill, check_distill_of_sft
 from megarl.config.check_engines import (
     check_cache,
+    check_comparison,
     check_drafts,
     check_engines,
     check_quantization,
@@ -270,6 +271,7 @@ def _require_validated_checkpoints(
 _SECTIONS = ("run", "model", "actor", "cluster")
 _RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_lora, check_optimizers, check_trainer_nodes)
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
+_SAMPLES: tuple[Rule, ...] = (check_quantization, check_lora_sync)
 _ENGINES: tuple[Rule, ...] = (check_engines, check_cache, check_drafts, check_sync)
 
 check_train = CommandCheck(
@@ -293,16 +295,15 @@ check_train = CommandCheck(
         check_written,
         check_replayed_routing,
         check_actor_trains,
-        check_quantization,
         check_schedule,
-        check_lora_sync,
+        *_SAMPLES,
         *_ENGINES,
     ),
 )
 # A user's own loop brings its data, its rewards and its length.
 check_session = CommandCheck(
     sections=(*_SECTIONS, "reference", "critic", "rollout", "placement", "sync"),
-    rules=(*_RULES, *_ROWS, check_role_layouts, check_replayed_routing, check_quantization, check_lora_sync, *_ENGINES),
+    rules=(*_RULES, *_ROWS, check_role_layouts, check_replayed_routing, *_SAMPLES, check_comparison, *_ENGINES),
 )
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),

@@ -1,5 +1,6 @@
 """Define the sections of optimizers: what they do with gradients, and where and how they keep their state."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,3 +111,19 @@ class CriticOptimizerConfig(OptimizerConfig):
     """Configure the critic's optimizer, with the keys of actor.optimizer; its steps are counted separately."""
 
     lr: float = setting(1e-5, POSITIVE)  # Peak learning rate.
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Compute the learning rate of optimizer step `step` (0-based) of `total_steps`.
+
+    Linear warm-up to `lr` over `warmup_steps`, at most over the whole run; then constant; over the last `decay_frac` of
+    the run the rate falls, linearly or along a half cosine, to `lr · min_lr_frac`.
+    """
+    warmup_steps = min(config.warmup_steps, total_steps)
+    warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
+    if config.schedule == "constant":
+        return config.lr * warmup
+    decay_steps = max(1.0, config.decay_frac * total_steps)
+    remaining = min(1.0, (total_steps - step) / decay_steps)
+    shape = remaining if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * remaining))
+    return config.lr * warmup * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape)

@@ -22,7 +22,8 @@ from megarl.host.device.platform import platform
 from megarl.parallel.backend import attends_by_blocks, packs_attention, shares_prefixes
 from megarl.parallel.gathered_attention import gathering_obstacle
 from megarl.parallel.head.differentiable import LossGradients
-from megarl.parallel.head.distill import DistilledLogprobs, TeacherLogits
+from megarl.parallel.head.distill import DistilledLogprobs
+from megarl.parallel.head.given_teachers import TeacherLogits
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead, TokenSquares, TokenStates, TopTokens

@@ -1,7 +1,8 @@
 """Compute a teacher's hidden states beside an update, for a loss over the whole vocabulary.
 
 Without pipeline stages, each micro-batch passes through the teacher just before the model in training, and nothing is
-kept. With stages, the teacher's passes come before the update, and its hidden states of labels wait in host memory. A
+kept. With stages, the teacher's passes come before the update, and its hidden states of labels wait in host memory. So
+do those of the policy itself, where later updates of a step compare it with what it was. A
 teacher that reads other prompts, such as the policy itself with hints, has packs of its own; its states are then put
 into the order of the labels in the packs of the model in training.
 """
@@ -14,7 +15,7 @@ from typing import cast
 import torch
 
 from megarl.parallel.adapters import without_adapters
-from megarl.parallel.head.distill import TeacherLogits
+from megarl.parallel.head.given_teachers import TeacherLogits
 from megarl.parallel.head.policy import HeadRequest, TokenStates
 from megarl.parallel.head.resplit import resplit_weight
 from megarl.parallel.head.rows import RowOwners, uneven_owners
@@ -24,6 +25,7 @@ from megarl.parallel.model_packs import pack_for
 from megarl.parallel.packing import Pack
 from megarl.parallel.roles import LoadedRole
 from megarl.types import Row
+from megarl.types.objectives import HeadMeasure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,8 @@ class LabelStates:
 class TeacherBeside:
     """A teacher with the layout of the model in training, and its hidden states of labels that wait, by micro-batch.
 
-    request: how the states are asked for. shard: the student's part of the vocabulary on this rank. taught: the rows by
+    request: how the states are asked for. shard: the student's part of the vocabulary on this rank. measure: what is
+    computed beside it in place of a divergence. taught: the rows by
     index as the teacher reads them; None: as the model in training does.
     """
 
@@ -73,6 +76,7 @@ class TeacherBeside:
     request: HeadRequest
     shard: VocabShard
     common: int | None
+    measure: HeadMeasure | None = None
     taught: Mapping[int, Row] | None = None
     waiting: dict[tuple[int, ...], LabelStates] = field(default_factory=dict)
     weight: torch.Tensor | None = None
@@ -80,7 +84,7 @@ class TeacherBeside:
 
     @property
     def model(self) -> PolicyModel:
-        return cast(PolicyModel, self.loaded.chunks[0])
+        return cast(PolicyModel, self.loaded.chunks[-1])
 
     def keep(self, model: PackedModel, pack: Pack, indices: Sequence[int], states: object) -> None:
         """Let the hidden states of a micro-batch wait on the host."""
@@ -93,14 +97,12 @@ class TeacherBeside:
         model = self.model
         if not model.post_process:
             return None
-        if model.pre_process:
+        if (states := self.waiting.get(tuple(indices))) is None:
             own = pack if self.taught is None else pack_for([model], [self.taught[i] for i in indices])
             with self.as_teacher():
                 answer = model(own, self.request)
             assert isinstance(answer, TokenStates)
             states = LabelStates.of(answer, own)
-        else:
-            states = self.waiting[tuple(indices)]
         if self.weight is None or self.own_shard is None:
             self.weight, self.own_shard = resplit_weight(model.output_weight.detach(), model.vocab_shard, self.shard)
         return TeacherLogits(
@@ -111,6 +113,7 @@ class TeacherBeside:
             logit_cap=model.spec.logit_cap,
             fp32_logits=self.request.fp32_logits,
             common=self.common,
+            measure=self.measure,
         )
 
     def as_teacher(self) -> contextlib.AbstractContextManager[None]:

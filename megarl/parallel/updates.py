@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -109,13 +109,14 @@ def accumulate_gradients(
     *,
     dp_group: dist.ProcessGroup,
     is_last: bool = True,
-    teacher: LoadedRole | None = None,
+    teacher: LoadedRole | TeacherBeside | None = None,
 ) -> UpdateResult:
     """Run forward and backward of rows, which adds their gradients to those in Megatron's buffers.
 
     is_last: whether the optimizer step follows. Then the gradients of all replicas are summed up; on CUDA, while
     backward computes. Otherwise `optimizer_step` does it once, and a pass that fails on one replica ends on all, so
-    that these can go on without its gradients and those before it. teacher: the model that the request compares with.
+    that these can go on without its gradients and those before it. teacher: the model that the request compares with,
+    or what was kept of it.
     """
     assert loaded.optimizer is not None, f"the {request.role} is frozen"
     if loaded.gradients is Gradients.NONE:
@@ -160,10 +161,17 @@ def accumulate_gradients(
 
 
 def _teach(
-    student: LoadedRole, teacher: LoadedRole, rows: Rows, micro_batches: MicroBatches, request: AccumulateRequest
+    student: LoadedRole,
+    teacher: LoadedRole | TeacherBeside,
+    rows: Rows,
+    micro_batches: MicroBatches,
+    request: AccumulateRequest,
 ) -> TeacherBeside:
     """Prepare a teacher to compute beside the student's update; with pipeline stages, run its passes."""
     assert request.teaching is not None
+    if isinstance(teacher, TeacherBeside):
+        weight = None if teacher.weight is None else teacher.weight.to(platform().device())
+        return replace(teacher, measure=request.teaching.measure, weight=weight)
     asked = replace(teacher.head_request(temperature=request.temperature), states_only=True)
     own, taught = student.chunks[0], None
     if request.teaching.reads_hints:
@@ -178,18 +186,41 @@ def _teach(
     return beside
 
 
+@torch.no_grad()
+def keep_policy(
+    loaded: LoadedRole,
+    rows: Rows,
+    micro_batches: MicroBatches,
+    *,
+    temperature: float,
+    others: Mapping[int, TeacherBeside],
+) -> TeacherBeside:
+    """Return, on the host, what gives the policy's distribution at labels after it has moved on: hidden states and the
+    output weight. The micro-batches are those of the update that will ask for it. others: what was kept in this step.
+    """
+    own, asked = loaded.chunks[-1], replace(loaded.head_request(temperature=temperature), states_only=True)
+    beside = TeacherBeside(loaded=loaded, request=asked, shard=own.vocab_shard, common=None, own_shard=own.vocab_shard)
+    if own.post_process:
+        first = others.get(0)
+        beside.weight = own.output_weight.detach().to("cpu", copy=True) if first is None else first.weight
+    run_schedule(loaded.chunks, rows, micro_batches, asked, beside.keep, forward_only=True)
+    return beside
+
+
 @torch.enable_grad()
 def _loss_gradients(
     request: AccumulateRequest, batch: RowBatch, pack: Pack, outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of a token-local loss with respect to [N] log-probs and entropies of this rank's labels and,
-    with a teacher, to divergences from it.
+    with a teacher, to divergences from it and to its log-probs.
 
     A token-local loss is a sum over tokens, so the labels of other context-parallel ranks are not needed.
     """
     differentiated = [values.detach().requires_grad_() for values in outputs]
-    logprobs, entropy, *divergence = map(pack.scatter, differentiated)
-    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=divergence[0] if divergence else None)
+    logprobs, entropy, *taught = map(pack.scatter, differentiated)
+    comparison = {"teacher_logprobs": taught[1].detach()} if taught else {}
+    divergence = taught[0] if taught else None
+    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=divergence, comparison=comparison)
     loss = _differentiable(request.objective.loss(batch, out, request.state).total(request.denominators), request.role)
     found: list[torch.Tensor | None] = list(torch.autograd.grad(loss, differentiated, allow_unused=True))
     if not request.objective.entropy_needs_grad:

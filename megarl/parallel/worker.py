@@ -31,6 +31,7 @@ from megarl.types.messages import (
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
+    from megarl.parallel.teacher import TeacherBeside
     from megarl.sync.transport.transports import ProcessPlan
     from megarl.weights.boxes import Boxes
 
@@ -82,7 +83,7 @@ class RankWorker:
         self.communicators.resume()
         activate(request.plugins)
         # An earlier run's models are freed before new ones are built.
-        for name in ("roles", "offloaders", "checkpoints"):
+        for name in ("roles", "offloaders", "checkpoints", "kept"):
             self.__dict__.pop(name, None)
         gc.collect()
         torch.manual_seed(request.seed)
@@ -96,6 +97,7 @@ class RankWorker:
         if request.batch_invariant:
             make_batch_invariant()
         self.roles: dict[Role, LoadedRole] = {}
+        self.kept: dict[int, TeacherBeside] = {}
         for spec in sorted(request.roles, key=lambda spec: spec.base_of is not None):
             base = None if spec.base_of is None else self.roles[spec.base_of]
             if base is not None and not spec.has_memory:
@@ -113,8 +115,16 @@ class RankWorker:
         """Compute log-probs or values of this replica's rows. Return them on the replica's reporting rank only."""
         from megarl.parallel.adapters import without_adapters
         from megarl.parallel.passes import forward_rows
+        from megarl.parallel.updates import keep_policy
 
         loaded = self._role(request.role, Part.PARAMS)
+        if request.keeps is not None:
+            # Number 0 forgets the step before.
+            self.kept = {} if request.keeps == 0 else self.kept
+            self.kept[request.keeps] = keep_policy(
+                loaded, rows, micro_batches, temperature=request.temperature, others=self.kept
+            )
+            return None
         head = loaded.head_request(
             temperature=request.temperature,
             paired=request.paired,
@@ -137,7 +147,9 @@ class RankWorker:
 
         loaded = self._role(request.role, Part.PARAMS, Part.GRADS)
         group, teaching = self.layout.dp_group, request.teaching
-        teacher = None if teaching is None or teaching.role is None else self._role(teaching.role, Part.PARAMS)
+        teacher: LoadedRole | TeacherBeside | None = None
+        if teaching is not None and teaching.role is not None:
+            teacher = self._role(teaching.role, Part.PARAMS) if teaching.kept is None else self.kept[teaching.kept]
         result = accumulate_gradients(
             loaded, rows, micro_batches, request, dp_group=group, is_last=is_last, teacher=teacher
         )

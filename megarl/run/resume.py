@@ -6,6 +6,7 @@ from dataclasses import replace
 from megarl.algos.advantages import estimator_of
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.load import masked_config
+from megarl.config.optimizer import learning_rate
 from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
@@ -24,7 +25,6 @@ from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
-from megarl.train.passes import learning_rate
 from megarl.types.messages import Role
 from megarl.weights.hub import with_recorded_commits
 

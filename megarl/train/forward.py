@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.algos.corrections import CORRECTIONS
 from megarl.cluster import offloading
-from megarl.config.algo import CorrectionConfig, DistillConfig
+from megarl.config.algo import AlgoConfig, DistillConfig
 from megarl.data.hints import donors, hinted_rows
 from megarl.record.metrics import Timers
 from megarl.train.hinted import HintWriter, require_plain_prompts
@@ -70,17 +70,18 @@ _TIMERS = {Role.REFERENCE: "ref", Role.TEACHER: "teacher", Role.CRITIC: "values"
 
 
 def needed_quantities(
-    algorithm: Algorithm, correction: CorrectionConfig, *, staleness: int, num_updates: int, gate_passed: bool
+    algorithm: Algorithm, cfg: AlgoConfig, *, staleness: int, num_updates: int, gate_passed: bool
 ) -> frozenset[TokenQuantity]:
     """Return the quantities that a step computes before its update: what the algorithm requires, and perhaps the old
     log-probs.
 
     Several optimizer steps (`num_updates`), or samples that may be stale, need these for the policy ratio, unless it is
-    to the engine's log-probs. A single step on fresh samples needs none: the current log-probs are the same. The first
-    step needs them to compare engine and trainer.
+    to the engine's log-probs, or ranks keep the policy itself. A single step on fresh samples needs none: the current
+    log-probs are the same. The first step needs them to compare engine and trainer.
     """
     may_differ = num_updates > 1 or staleness > 0
-    if not gate_passed or (may_differ and not CORRECTIONS.get(correction.name).rollout_ratio):
+    is_known = CORRECTIONS.get(cfg.correction.name).rollout_ratio or cfg.policy_loss.compared_with == "trainer"
+    if not gate_passed or (may_differ and not is_known):
         return algorithm.requires() | {TokenQuantity.OLD_LOGPROBS}
     return algorithm.requires()
 

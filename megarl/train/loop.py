@@ -164,7 +164,7 @@ class Trainer:
         if rows:
             needed = needed_quantities(
                 inputs.algorithm,
-                config.algo.correction,
+                config.algo,
                 staleness=config.rollout.schedule.staleness,
                 num_updates=batch_counts(config).optimizer_steps_per_step,
                 gate_passed=self.gate.passed,

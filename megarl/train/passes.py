@@ -1,13 +1,13 @@
 """Run passes over rows through a role's model: forward passes, and optimizer steps if the role is trained."""
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from megarl.algos.batch_statistics import optimizer_batches
 from megarl.cluster import offloading
-from megarl.config.schema import OptimizerConfig
+from megarl.config.optimizer import learning_rate
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.parallel.backend import shares_prefixes
 from megarl.record.performance import forward_flops
@@ -234,12 +234,17 @@ class RoleUpdater(RolePasses):
         self._watch = WeightWatch(role.role, is_taught=is_taught, dtype=role.model.dtype)
         self.num_optimizer_steps = 0
 
-    def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True) -> UpdateResult:
+    def update(
+        self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True, number: int = 0
+    ) -> UpdateResult:
         """Take one optimizer step on these rows; the result's `before`, for `with_outputs`, is in row order.
 
-        Raises RunError if the first updates have something to learn, and move nothing.
+        number: that of the batch, under which ranks may keep it. Raises RunError if the first updates have something to
+        learn, and move nothing.
         """
-        optimizer = self._role.settings.optimizer
+        optimizer, teaching = self._role.settings.optimizer, self._teaching
+        if teaching is not None and teaching.kept is not None:
+            teaching = replace(teaching, kept=number)
         scale = 1.0 if self._step_scale is None else self._step_scale(rows)
         request = UpdateRequest(
             role=self._role.role,
@@ -250,7 +255,7 @@ class RoleUpdater(RolePasses):
             temperature=self._temperature,
             lr=scale * learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
             with_outputs=with_outputs,
-            teaching=self._teaching,
+            teaching=teaching,
             watches=not self._watch.is_done,
         )
         result = self._learn(self._workers.update, rows, request)
@@ -309,42 +314,36 @@ class RoleUpdater(RolePasses):
         metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}
         return replace(result, metrics=metrics, before={i: result.before[i] for i in sorted(result.before)})
 
+    def _keep(self, batches: Sequence[Sequence[Row]], *, step: int) -> None:
+        """Let ranks keep the policy's hidden states of each optimizer batch, as they are before the first update."""
+        for number, rows in enumerate(batches):
+            sent = self._sent(rows, frozenset())
+            request = ForwardRequest(role=self._role.role, temperature=self._temperature, step=step, keeps=number)
+            self._workers.forward(sent, self._plan(sent, paired=False)[0], request)
+
     def update_on_batch(
         self, rows: Sequence[Row], state: AlgoState, *, step: int, mini_batch_prompts: int, num_epochs: int
     ) -> BatchUpdate:
         """Pass `num_epochs` times over a batch, one optimizer step per mini-batch of `mini_batch_prompts` groups."""
-        uids = list(dict.fromkeys(row.uid for row in rows))
         sums: dict[str, float] = {}
         before: dict[int, FloatArray] = {}
         divergences: dict[int, FloatArray] = {}
-        num_steps, is_known = 0, TokenQuantity.OLD_LOGPROBS in rows[0].quantities
-        for _ in range(num_epochs):
-            for start in range(0, len(uids), mini_batch_prompts):
-                members = set(uids[start : start + mini_batch_prompts])
-                indices = [i for i, row in enumerate(rows) if row.uid in members]
-                asked = num_steps == 0 and (not is_known or self._teaching is not None)
-                result = self.update([rows[i] for i in indices], state, step=step, with_outputs=asked)
-                if asked and not is_known:
-                    before = {i: result.before[place] for place, i in enumerate(indices)}
-                divergences |= {indices[place]: values for place, values in result.divergences.items()}
-                num_steps += 1
-                for name, value in result.metrics.items():
-                    sums[name] = sums.get(name, 0.0) + value
+        is_known, batches = (
+            TokenQuantity.OLD_LOGPROBS in rows[0].quantities,
+            optimizer_batches([row.uid for row in rows], mini_batch_prompts),
+        )
+        if self._teaching is not None and self._teaching.kept is not None:
+            self._keep([[rows[i] for i in indices] for indices in batches], step=step)
+        num_steps = num_epochs * len(batches)
+        for number in range(num_steps):
+            indices = batches[number % len(batches)]
+            asked = number == 0 and (not is_known or self._teaching is not None)
+            part = [rows[i] for i in indices]
+            result = self.update(part, state, step=step, with_outputs=asked, number=number % len(batches))
+            if asked and not is_known:
+                before = {i: result.before[place] for place, i in enumerate(indices)}
+            divergences |= {indices[place]: values for place, values in result.divergences.items()}
+            for name, value in result.metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
         metrics = {name: value / num_steps for name, value in sums.items()}
         return BatchUpdate(metrics=metrics, before=before, divergences=divergences)
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Compute the learning rate of optimizer step `step` (0-based) of `total_steps`.
-
-    Linear warm-up to `lr` over `warmup_steps`, at most over the whole run; then constant; over the last `decay_frac` of
-    the run the rate falls, linearly or along a half cosine, to `lr · min_lr_frac`.
-    """
-    warmup_steps = min(config.warmup_steps, total_steps)
-    warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
-    if config.schedule == "constant":
-        return config.lr * warmup
-    decay_steps = max(1.0, config.decay_frac * total_steps)
-    remaining = min(1.0, (total_steps - step) / decay_steps)
-    shape = remaining if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * remaining))
-    return config.lr * warmup * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape)

@@ -90,7 +90,8 @@ def training_rows(
             row = row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
         if has_forks:
             row = row.with_quantities(**turn_quantities(sample))
-        if (measure := POLICY_LOSSES.get(cfg.policy_loss.name).measure) is not None:
+        measure = POLICY_LOSSES.get(cfg.policy_loss.name).measure
+        if measure is not None and cfg.policy_loss.compared_with == "engine":
             row = with_head(row, keeps_sampled=measure(cfg.policy_loss).keeps_sampled)
         if cfg.demonstrations.strategy != "none":
             row = row.with_quantities(**demonstration_quantities(sample, prompts[sample.uid]))

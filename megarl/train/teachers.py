@@ -46,11 +46,15 @@ def teaching_of(distill: DistillConfig, roles: Sequence[RoleSpec], common: int |
 
 
 def comparison_of(algo: AlgoConfig, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
-    """Return how updates of the actor compare it over the vocabulary: with the engine, if the policy loss asks for it,
-    or as `teaching_of` says.
+    """Return how updates of the actor compare it over the vocabulary: with what sampled, if the policy loss asks for
+    it, or as `teaching_of` says.
     """
-    measure = POLICY_LOSSES.get(algo.policy_loss.name).measure
-    return teaching_of(algo.distill, roles, common) if measure is None else Teaching(measure=measure(algo.policy_loss))
+    loss = algo.policy_loss
+    if (measure := POLICY_LOSSES.get(loss.name).measure) is None:
+        return teaching_of(algo.distill, roles, common)
+    if loss.compared_with == "trainer":
+        return Teaching(role=Role.ACTOR, kept=0, measure=measure(loss))
+    return Teaching(measure=measure(loss))
 
 
 def common_tokens(

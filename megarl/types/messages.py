@@ -154,14 +154,15 @@ class Teaching:
     """The comparison of the actor in an update, over the vocabulary, with a teacher or the engine that sampled.
 
     role: the teacher whose hidden states the update computes; None: rows have its likeliest tokens, or the engine's.
-    measure: what is computed beside the engine; None: a teacher's divergence. divergence, beta: as in `algo.distill`.
-    common: ids below this are the same tokens for both; None: all are. reads_hints: whether the teacher reads rows'
-    `hinted_prompt`. It may then be the actor itself.
+    kept: the number under which ranks kept the actor's own before the step's first update. measure: what is computed
+    beside these, or the engine; None: a teacher's divergence. divergence, beta: as in `algo.distill`. common: ids below
+    this are the same for both; None: all are. reads_hints: whether the teacher, perhaps the actor itself, reads hints.
     """
 
     role: Role | None = None
     divergence: str = "reverse"
     beta: float = 0.5
+    kept: int | None = None
     measure: "HeadMeasure | None" = None
     common: int | None = None
     reads_hints: bool = False
@@ -173,7 +174,8 @@ class ForwardRequest:
     top_k: also find that many of the likeliest tokens at each place, and their log-probs.
     common: distributions are over this many first tokens of the vocabulary; None: over all.
     paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
-    response token, KL(policy after the other prompt ‖ policy after the row's own). squares: also compute Σ p².
+    response token, KL(policy after the other prompt ‖ policy after the row's own). squares: also compute Σ p². keeps:
+    only keep hidden states, under this number (see `Teaching`).
     """
 
     role: Role
@@ -183,6 +185,7 @@ class ForwardRequest:
     top_k: int | None = None
     common: int | None = None
     squares: bool = False
+    keeps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

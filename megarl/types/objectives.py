@@ -52,8 +52,8 @@ class LossSums:
 class HeadProbs:
     """The probabilities of the policy p and the engine q at the tokens of recorded heads, in place of n tokens.
 
-    log_p, log_q: [n, K] in nats, −∞ where there is no token, and log_p also where another rank has it. rest_p, rest_q:
-    [n] the probability of all other tokens. Both are normalised over what could be sampled.
+    log_p, log_q: [n, K] in nats, normalised over what could be sampled; the least number and −∞ where there is no
+    token, and log_p also where another rank has it. rest_p, rest_q: [n] the probability of all other tokens.
     """
 
     log_p: Tensor
@@ -71,11 +71,11 @@ class HeadMeasure(Protocol):
     @property
     def keeps_sampled(self) -> bool: ...
 
-    def value(self, x: HeadProbs) -> Tensor:
-        """Return it, [n]."""
+    def slopes(self, x: HeadProbs) -> Tensor | None:
+        """Return its derivatives by log_p, [n, K], each from that token and the rests alone; None: it has none."""
 
-    def slopes(self, x: HeadProbs) -> Tensor:
-        """Return its derivatives by log_p, [n, K], each from that token and the rests alone."""
+    def value(self, x: HeadProbs, slopes: Tensor | None) -> Tensor:
+        """Return it, [n], given its slopes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

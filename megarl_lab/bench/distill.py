@@ -1,14 +1,13 @@
 """Time the head with a teacher beside the head without one, and beside the full-vocabulary loss of TRL's GKD trainer:
 
-    python -m megarl_lab.bench.distill --out distill.json
-    python -m megarl_lab.bench.distill --device cuda --out distill.json
+    python -m megarl_lab.bench.distill [--device cuda] --out distill.json
 
 Every contender takes hidden states to the gradients of hidden states and weight. Counted are products, in those that
 make one row of logits for every token, and the logits that kernels read, in those of one model for every token. Memory
 is the peak over inputs, gradients included, of the rank with most. Seconds are CPU time where the device is the CPU, so
 that other processes on the machine count little. A ratio is to the plain head of the same memory mode in the same
-round, and TRL's is to recompute. Exits with 1 if the exact head takes more than --at-most times the plain one, or more
-than a chunk of logits beside it, or if a gradient differs from dense float64.
+round; TRL's is to recompute. centering and tv stand beside an earlier policy. Exits with 1 if the exact head takes more
+than --at-most times the plain one, or a chunk of logits beside it, or if a gradient differs from dense float64.
 """
 
 import argparse
@@ -30,13 +29,14 @@ from unittest.mock import patch
 from megarl.host.device.platform import PLATFORMS, apply_environment, platform
 from megarl.parallel.head.divergence import Divergence
 from megarl.record.text_table import align
-from megarl_lab.bench.distill_problem import BETA, FULL, SMALL, DistillSize, Inputs, dense_gradients
+from megarl.types.objectives import HeadMeasure
+from megarl_lab.bench.distill_problem import BETA, FULL, MEASURES, SMALL, DistillSize, Inputs, dense_gradients
 
 MEMORY_MODES = ("recompute", "keep", "in_chunk")
 MIB = 1 << 20
 # Relative to the largest element of the gradient.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2})
-# The teacher's logits, and beside them blocks that kernels work on and values per token.
+# The teacher's logits, blocks that kernels work on, and values per token.
 MAX_CHUNKS = 1.5
 
 
@@ -57,31 +57,33 @@ class DistillRun:
 Contender = Callable[[Inputs, Any, int | None], Any]
 
 
-def head(memory_mode: str, divergence: Divergence | None) -> Contender:
-    """Return the head in a memory mode, with a teacher or without one."""
+def head(memory_mode: str, compared: Divergence | HeadMeasure | None) -> Contender:
+    """Return the head in a memory mode, with a teacher, beside another policy, or alone."""
 
     def run(x: Inputs, group: Any, chunk: int | None) -> Any:
-        from megarl.parallel.head.distill import TeacherLogits, vocab_parallel_divergence
+        from megarl.parallel.head.distill import vocab_parallel_divergence
+        from megarl.parallel.head.given_teachers import TeacherLogits
         from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
         from megarl.parallel.head.memory_mode import HeadMemoryMode
         from megarl.parallel.head.statistics import vocab_shard
 
         shard = vocab_shard(group, len(x.weight), len(x.weight) * group.size())
         options = HeadOptions(memory_mode=HeadMemoryMode(memory_mode), chunk_tokens=chunk)
-        given = (x.by_logprobs, None) if divergence is None else (x.by_logprobs, None, x.by_divergence)
+        given = (x.by_logprobs, None) if compared is None else (x.by_logprobs, None, x.by_divergence)
         if options.memory_mode is HeadMemoryMode.IN_CHUNK:
             options = replace(options, loss_gradients=lambda *_: given)
-        if divergence is None:
+        if compared is None:
             plain = vocab_parallel_logprobs(x.hidden, x.weight, x.labels, shard=shard, options=options)
             return plain.logprobs @ x.by_logprobs
-        teacher = TeacherLogits(hidden=x.teacher_hidden, weight=x.teacher_weight, shard=shard)
+        measure = None if isinstance(compared, Divergence) else compared
+        teacher = TeacherLogits(hidden=x.teacher_hidden, weight=x.teacher_weight, shard=shard, measure=measure)
         out = vocab_parallel_divergence(
             x.hidden,
             x.weight,
             x.labels,
             shard=shard,
             teacher=teacher,
-            divergence=divergence,
+            divergence=compared if isinstance(compared, Divergence) else Divergence.REVERSE,
             beta=BETA,
             options=options,
         )
@@ -143,13 +145,14 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         **{f"plain {memory_mode}": head(memory_mode, None) for memory_mode in MEMORY_MODES},
         **{f"{kind} {memory_mode}": head(memory_mode, kind) for kind in Divergence for memory_mode in MEMORY_MODES},
+        **{f"{name} {mode}": head(mode, measure) for name, measure in MEASURES.items() for mode in MEMORY_MODES},
         **{f"{kind} trl": trl(kind) for kind in Divergence},
     }
 )
 DEFAULTS = (
     *(f"plain {memory_mode}" for memory_mode in MEMORY_MODES),
     *(f"reverse {memory_mode}" for memory_mode in MEMORY_MODES),
-    *("forward recompute", "jsd recompute", "reverse trl", "jsd trl"),
+    *("forward recompute", "jsd recompute", "centering recompute", "tv recompute", "reverse trl", "jsd trl"),
 )
 
 
@@ -280,8 +283,7 @@ def measure(run: DistillRun) -> list[DistillResult]:
     for name in run.names:
         kind, memory_mode = name.split()
         plain = f"plain {memory_mode if memory_mode in MEMORY_MODES else 'recompute'}"
-        divergence = None if kind == "plain" else Divergence(kind)
-        expected = dense_gradients(divergence, run.world_size, run.dtype, run.device)
+        expected = dense_gradients(kind, run.world_size, run.dtype, run.device)
         got = first["gradients"][name][0], torch.cat([each["gradients"][name][1] for each in ranks])
         errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)]
         memory = {each: max(rank["memory"][each] for rank in ranks) for each in (name, plain)}

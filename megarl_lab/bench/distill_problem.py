@@ -5,9 +5,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megarl.algos.centering import Centering
+from megarl.algos.off_policy_losses import TopDivergence
 from megarl.parallel.head.divergence import Divergence
+from megarl.types.objectives import HeadMeasure
 
 BETA = 0.5
+# Bounds of score centering's weight.
+CLIP = (0.5, 2.0)
+MEASURES: Mapping[str, HeadMeasure] = MappingProxyType(
+    {"centering": Centering(weight="tis", low=CLIP[0], high=CLIP[1]), "tv": TopDivergence(kind="tv")}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,7 @@ class Inputs:
         self.by_logprobs, self.by_divergence = torch.randn(2, size.rows, generator=shared, device=device)
 
 
-def dense_gradients(divergence: Divergence | None, world_size: int, dtype: str, device: str) -> tuple[Any, Any]:
+def dense_gradients(compared: str, world_size: int, dtype: str, device: str) -> tuple[Any, Any]:
     """Return the gradients of the small size by dense float64 distributions, of hidden states and the whole weight."""
     import torch
 
@@ -66,12 +74,14 @@ def dense_gradients(divergence: Divergence | None, world_size: int, dtype: str, 
     p, q = log_p.exp(), log_q.exp()
     log_m = ((1 - BETA) * p + BETA * q).log()
     values = {
-        None: 0 * log_p,
+        "plain": 0 * log_p,
+        "tv": 0 * log_p,
+        "centering": (p.detach().clamp(CLIP[0] * q, CLIP[1] * q) - p.detach()) * log_p,
         Divergence.REVERSE: p * (log_p - log_q),
         Divergence.FORWARD: q * (log_q - log_p),
         Divergence.JSD: (1 - BETA) * p * (log_p - log_m) + BETA * q * (log_q - log_m),
     }
     logprobs = log_p.gather(1, x.labels[:, None])[:, 0]
-    loss = logprobs @ x.by_logprobs.double() + values[divergence].sum(-1) @ x.by_divergence.double()
+    loss = logprobs @ x.by_logprobs.double() + values[compared].sum(-1) @ x.by_divergence.double()
     by_hidden, by_weight = torch.autograd.grad(loss, (hidden, weight))
     return by_hidden.cpu(), by_weight.cpu()

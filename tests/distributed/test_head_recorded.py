@@ -11,7 +11,7 @@ from tests.helpers.compare import assert_within
 from tests.helpers.head import nucleus_problem
 from tests.helpers.head_ranks import REGIMES, Collective
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.recorded_heads import COMPARED, RecordedCase
+from tests.helpers.recorded_heads import COMPARED, RecordedCase, WholeCase
 from tests.helpers.teacher_heads import TEACHER_TEMPERATURE, TaughtProblem, TaughtResult, taught_problem
 
 GetPool = Callable[[int], RankPool]
@@ -71,6 +71,17 @@ def test_two_ranks(rank_pool: GetPool, dtype: torch.dtype) -> None:
         for weight, low, high in rules
         for rows, counts in ((8, None), (16, (4, 3)))
     ]
+    cases += [
+        WholeCase(
+            problem=taught_problem().to(dtype) if dtype is torch.float64 else near(taught_problem()).to(dtype),
+            rows_per_rank=rows,
+            row_counts=counts,
+            memory_mode=mode,
+            weight=weight,
+        )
+        for weight, mode in zip(("none", "tis", "mis", "tv", "kl"), REGIMES * 2, strict=False)
+        for rows, counts in ((8, None), (16, (4, 3)))
+    ]
     by_rank = rank_pool(2).run(recorded_heads.recorded_heads, cases)
     for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         results, vocab_size = [result for result, _ in ranks], case.problem.student.vocab_size
@@ -78,7 +89,7 @@ def test_two_ranks(rank_pool: GetPool, dtype: torch.dtype) -> None:
         if dtype is torch.float64:
             assert_same(got, case.expected, 1e-12)
         else:
-            alone = RecordedCase(problem=case.problem, weight=case.weight, low=case.low, high=case.high).solve()[0]
+            alone = type(case)(problem=case.problem, weight=case.weight, low=case.low, high=case.high).solve()[0]
             assert_same(got, whole([alone], is_split=False, vocab_size=vocab_size), 1e-6)
     ((_, seen),) = [ranks[0] for ranks in zip(*by_rank, strict=True)][:1]
     # Three floats per token, the rest's lse, and z of four tokens.

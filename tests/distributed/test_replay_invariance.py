@@ -120,6 +120,9 @@ SHORT = {
     ("dp2", "vespo+m2po"),
     ("tp1 row by row", "ctpo+high entropy"),
     ("pp2", "ctpo+high entropy"),
+    *((case, name) for case in ("tp2-sp", "pp2", "cp2") for name in ("centering", "centering exact")),
+    ("tp1 row by row", "centering exact"),
+    ("tp2-sp", "dppo exact"),
 }
 # These differ from the others in pure functions, which unit tests cover, and in quantities that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")

@@ -10,8 +10,9 @@ from megarl.parallel.head.choose import (
     triton_candidate,
     triton_teacher_candidate,
 )
-from megarl.parallel.head.distill import TeacherLogits, vocab_parallel_divergence
+from megarl.parallel.head.distill import vocab_parallel_divergence
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.given_teachers import TeacherLogits
 from megarl.parallel.head.kernels import TorchKernels
 from megarl.parallel.head.logprobs import HeadOptions
 from megarl.parallel.head.self_test import self_test

@@ -73,7 +73,12 @@ def run(
         # A divergence that depends on the log-probs, for losses that read one; as a head's, only at loss tokens.
         inside = problem.mask[list(rows), :width]
         divergence = own.where(inside, 0.0).square().where(inside, own.detach())
-        out = PolicyOutputs(logprobs=own, entropy=entropy[list(rows), :width], divergence=divergence)
+        out = PolicyOutputs(
+            logprobs=own,
+            entropy=entropy[list(rows), :width],
+            divergence=divergence,
+            comparison={"teacher_logprobs": own.detach().where(inside, 0.0) / 2},
+        )
         sums = algo.loss(_micro_batch(problem, rows, width), out, state)
         share = sums.total(counts)
         share.backward()

@@ -92,10 +92,12 @@ def forward_actor(
     micro_batches: Sequence[Sequence[int]],
     *,
     temperature: float,
+    top_k: int | None = None,
 ) -> ForwardResult | None:
-    """The actor's log-probs and entropies of the rows."""
+    """The actor's log-probs and entropies of the rows, and perhaps its likeliest tokens."""
     worker = load_worker(context, actor, model)
-    return worker.forward(rows, micro_batches, ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0))
+    request = ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0, top_k=top_k)
+    return worker.forward(rows, micro_batches, request)
 
 
 def forward_pairs(
@@ -168,6 +170,9 @@ def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
         return worker.forward(case.rows, mine, ForwardRequest(role=role, temperature=temperature, step=0))
 
     actor, reference = forward(Role.ACTOR), forward(Role.REFERENCE)
+    teaching = case.requests[0].teaching
+    if teaching is not None and teaching.kept is not None:
+        worker.forward(case.rows, mine, ForwardRequest(role=Role.ACTOR, temperature=temperature, step=0, keeps=0))
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
         updates.append(worker.update(case.rows, mine, request))

@@ -92,6 +92,17 @@ class RecordedCase(TaughtCase):
     high: float = 2.0
 
     @property
+    def measure(self) -> Any:
+        """What the head computes."""
+        from megarl.algos.centering import Centering
+        from megarl.algos.off_policy_losses import TopDivergence
+
+        rule: Any = self.weight
+        if rule in ("tv", "kl"):
+            return TopDivergence(kind=rule)
+        return Centering(weight=rule, low=self.low, high=self.high)
+
+    @property
     def expected(self) -> TaughtResult:
         return dense_recorded(self.problem, self.weight, self.low, self.high)
 
@@ -99,25 +110,17 @@ class RecordedCase(TaughtCase):
         self, hidden: torch.Tensor, weight: torch.Tensor, shard: Any, taught: Any, other: Any, other_shard: Any
     ) -> "DistilledLogprobs":
         """The head beside the engine's."""
-        from megarl.algos.centering import Centering
         from megarl.parallel.head.distill import vocab_parallel_divergence
         from megarl.parallel.head.logprobs import HeadOptions
         from megarl.parallel.head.memory_mode import HeadMemoryMode
-        from megarl.parallel.head.recorded import RecordedHead
 
         problem, memory_mode = self.problem, HeadMemoryMode(self.memory_mode)
-        logprobs, ids = engine_head(problem)
-        rule: Any = self.weight
         return vocab_parallel_divergence(
             hidden,
             weight,
             problem.student.labels,
             shard=shard,
-            teacher=RecordedHead(
-                logprobs=logprobs.to(hidden.dtype),
-                ids=ids,
-                measure=Centering(weight=rule, low=self.low, high=self.high),
-            ),
+            teacher=self.sampler(taught, other, other_shard),
             options=HeadOptions(
                 temperature=problem.student.temperature,
                 memory_mode=memory_mode,
@@ -128,6 +131,52 @@ class RecordedCase(TaughtCase):
                 loss_gradients=taught_gradients(problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
             ),
             nucleus=problem.student.nucleus,
+        )
+
+    def sampler(self, taught: torch.Tensor, other: torch.Tensor, other_shard: Any) -> Any:
+        """What the head knows of who sampled."""
+        from megarl.parallel.head.recorded import RecordedHead
+
+        logprobs, ids = engine_head(self.problem)
+        return RecordedHead(logprobs=logprobs.to(taught.dtype), ids=ids, measure=self.measure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeCase(RecordedCase):
+    """A problem whose sampler's whole distribution is at hand, as a teacher's is; also weight `tv` and `kl`."""
+
+    @property
+    def expected(self) -> TaughtResult:
+        """By the definition, over the whole vocabulary; KLs are not computed beside it."""
+        problem, student = self.problem, self.problem.student
+        hidden = student.hidden.detach().double().clone().requires_grad_()
+        matrix = student.weight.detach().double().clone().requires_grad_()
+        z, logprobs, entropy = dense_values(student, hidden, matrix)
+        lp = z.log_softmax(-1)
+        lq = (problem.teacher_hidden.double() @ problem.teacher_weight.double().t() / TEACHER_TEMPERATURE).log_softmax(
+            -1
+        )
+        p, q = lp.detach().exp(), lq.exp()
+        if self.weight == "tv":
+            value = (p - q).abs().sum(1) / 2
+        elif self.weight == "kl":
+            value = (q * (lq - lp.detach())).sum(1)
+        else:
+            value = ((q * weights_of(p / q, self.weight, self.low, self.high) - p) * lp).sum(1)
+        loss = token_loss(student, logprobs, entropy) + (problem.grad_divergence * value.sin()).sum()
+        grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, matrix))
+        nothing, whole = torch.zeros_like(value), torch.ones_like(value)
+        found = (logprobs, entropy, value, nothing, whole, whole)
+        values = {name: each.detach() for name, each in zip(COMPARED, found, strict=True)}
+        values["teacher_logprobs"] = lq.gather(1, student.labels[:, None])[:, 0]
+        return TaughtResult(values=values, grad_hidden=grad_hidden, grad_weight=grad_weight)
+
+    def sampler(self, taught: torch.Tensor, other: torch.Tensor, other_shard: Any) -> Any:
+        """What the head knows of who sampled."""
+        from megarl.parallel.head.given_teachers import TeacherLogits
+
+        return TeacherLogits(
+            hidden=taught, weight=other, shard=other_shard, temperature=TEACHER_TEMPERATURE, measure=self.measure
         )
 
 

@@ -1,7 +1,7 @@
 """A recorded rollout with everything an update reads, run through the workers of a layout."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
+from megarl.algos.centering import with_head
 from megarl.config.algo import AlgoConfig, CorrectionConfig, KLConfig, PolicyLossConfig
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
 from megarl.train.forward import with_advantages
-from megarl.types import Reward, Row, row_from_sample, scored_batch
+from megarl.train.teachers import comparison_of
+from megarl.types import LikelyTokens, Reward, Row, row_from_sample, scored_batch
 from megarl.types.messages import UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
@@ -57,7 +59,18 @@ OFF_POLICY = {
     "ctpo+high entropy": AlgoConfig(
         policy_loss=PolicyLossConfig(name="ctpo", clip_low=0.1, clip_high=0.1, ctpo_dual=0.2), high_entropy_share=0.3
     ),
+    "centering": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="score_centering", center_weight="tis", max_head_error=None)
+    ),
+    # Beside the policy before the first of both steps.
+    "centering exact": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="score_centering", center_weight="tis", compared_with="trainer")
+    ),
+    "dppo exact": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="dppo_top_tv", clip_low=0.002, clip_high=0.002, compared_with="trainer")
+    ),
 }
+HEAD_TOKENS = 4
 ALGORITHMS |= OFF_POLICY
 # Ties change which gradients meet in the embedding.
 TIED = {name: name != "seq-mean-token-mean+entropy" for name in ALGORITHMS}
@@ -121,10 +134,29 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
         # Samples a little away from the policy, so that statistics part them.
         extra = [{"rollout_logprobs": noisy(i, 0.6), "old_entropy": entropy[i]} for i in range(len(rows))]
         rows = [row.with_quantities(**values) for row, values in zip(rows, extra, strict=True)]
+    if name == "centering":
+        top = pool.run(
+            ranks.forward_actor, ActorConfig(), model, rows, everything, temperature=TEMPERATURE, top_k=HEAD_TOKENS
+        )[0].quantities
+        rows = [
+            with_head(
+                replace(row, likely=engine_head(row, top["top_ids"][i], top["top_logprobs"][i], rng)),
+                keeps_sampled=False,
+            )
+            for i, row in enumerate(rows)
+        ]
     algorithm = build_algorithm(ALGORITHMS[name], max_response_tokens=64)
     rewards = [Reward(score=score, correct=score == 1.0) for score in REWARDS]
     advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state())
     return Replay(name=name, path=path, rows=with_advantages(rows, advantages))
+
+
+def engine_head(row: Row, ids: np.ndarray, logprobs: np.ndarray, rng: np.random.Generator) -> LikelyTokens:
+    """The policy's likeliest tokens, of about the same probabilities; no sampled token is recorded beside them."""
+    noise = rng.normal(0, 0.3, logprobs.shape)
+    nearby = logprobs + noise - np.abs(noise).max(1, keepdims=True)
+    ids, nearby = (np.pad(values, ((0, 0), (0, 1)), constant_values=-1) for values in (ids.astype(np.int32), nearby))
+    return LikelyTokens(ids=np.where(row.loss_mask[:, None], ids, -1), logprobs=nearby.astype(np.float32))
 
 
 def run_replay(
@@ -140,6 +172,7 @@ def run_replay(
             denominators=algorithm.denominators(replay.rows),
             temperature=TEMPERATURE,
             lr=lr,
+            teaching=comparison_of(replay.cfg, (), None),
         )
         for step, lr in enumerate(LEARNING_RATES)
     ]

@@ -169,14 +169,15 @@ class TaughtCase:
         loss = token_loss(student, out.logprobs, out.entropy)
         loss = loss + (problem.grad_divergence * out.divergence.sin()).sum()
         grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-        values = {name: getattr(out, name).detach() for name in VALUES}
+        values = {name: getattr(out, name).detach() for name in (*VALUES, "teacher_logprobs")}
         return TaughtResult(values=values, grad_hidden=grad_hidden, grad_weight=grad_weight), seen.seen
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor, shard: Any, taught: Any, other: Any, other_shard: Any
     ) -> "DistilledLogprobs":
         """The head with its teacher."""
-        from megarl.parallel.head.distill import TeacherLogits, TopLogits, vocab_parallel_divergence
+        from megarl.parallel.head.distill import vocab_parallel_divergence
+        from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits
         from megarl.parallel.head.logprobs import HeadOptions
         from megarl.parallel.head.memory_mode import HeadMemoryMode
 
@@ -214,7 +215,7 @@ def taught_gradients(problem: TaughtProblem) -> Callable[..., tuple[torch.Tensor
     of_policy = token_gradients(problem.student)
 
     def gradients(
-        logprobs: torch.Tensor, entropy: torch.Tensor, divergence: torch.Tensor
+        logprobs: torch.Tensor, entropy: torch.Tensor, divergence: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         return *of_policy(logprobs, entropy), problem.grad_divergence * divergence.cos()
 

@@ -100,7 +100,7 @@ MOST_LINES = {
     "cli": 350,
     "cluster": 3950,
     # 195 for targets of plans and the table of what works on them.
-    "config": 6145,
+    "config": 6180,
     "convert": 2150,
     "data": 3630,
     # 58 for networks, locked memory and caches of nodes.
@@ -112,8 +112,9 @@ MOST_LINES = {
     "host": 3765,
     "launch": 1315,
     "migrate": 1850,
-    # The log-prob head also answers sums of squared probabilities.
-    "parallel": 8694,
+    # The log-prob head also answers sums of squared probabilities, and what is measured beside the whole
+    # distribution of the policy at the start of a step.
+    "parallel": 8920,
     "plan": 1850,
     "record": 2900,
     "registry": 250,
@@ -131,7 +132,7 @@ MOST_LINES = {
     "megarl_lab": 12950,
     "megarl_sandbox": 3250,
 }
-MOST_LINES_TOGETHER = 97_900
+MOST_LINES_TOGETHER = 98_230
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 26

@@ -48,6 +48,9 @@ class PolicyLossConfig:
     bapo_low: tuple[float, float] = setting((0.6, 0.8), SHARE)
     bapo_high: tuple[float, float] = setting((1.2, 2.0), POSITIVE)  # bapo: the same for the upper bound.
     bapo_target: float = setting(1.0, POSITIVE)  # bapo: weight of positive advantages, at least, per negative one.
+    # score_centering, dppo_top_tv, dppo_top_kl: whose distribution stands for the sampler's. engine: that of its heads
+    # (rollout.head_tokens); trainer: the whole of what the policy was at the start of the step, for fresh samples.
+    compared_with: Literal["engine", "trainer"] = "engine"
     # score_centering: weight f of the ratio r of policy to engine. none: 1; tis: clip(r, center_low, center_high); mis:
     # r where it is between them, else 0.
     center_weight: Literal["none", "tis", "mis"] = "none"

@@ -11,72 +11,33 @@ from typing import Any
 
 import torch
 
-from megarl.parallel.head.choose import choose_teacher_kernels
 from megarl.parallel.head.differentiable import LossGradients, overwrite_by_gradient, require_same_gradient
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits, prepare_teacher
 from megarl.parallel.head.gradients import GradientSinks, HiddenGradient, WeightGradient
-from megarl.parallel.head.logprobs import HeadOptions, head_inputs, prepare_head
+from megarl.parallel.head.logprobs import HeadOptions, prepare_head
 from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
-from megarl.parallel.head.teacher_kernels import TeacherKernels
-from megarl.parallel.head.teachers import Teacher, TeacherComparison, WholeTeacher
-from megarl.parallel.head.top_teacher import TopTeacher
+from megarl.parallel.head.teachers import Teacher, TeacherComparison
 
 _NUM_VALUES = len(TeacherComparison._fields)
 _DEFAULTS = HeadOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherLogits:
-    """A teacher that gives its whole distribution, by hidden states and this rank's rows of its output weight.
-
-    Attributes:
-        hidden: [N, H'] of the student's labels; with `row_counts`, this rank's part.
-        weight: [≥ shard.size, H'], from the first token of the student's shard on.
-        shard: what `weight` has; its start is the student's.
-        temperature: a float, or one per token [N], > 0.
-        logit_cap: c if the teacher's logits are c·tanh(h·Wᵀ/c).
-        fp32_logits: multiply in float32.
-        common: tokens below this id are the same in both vocabularies, and only these are compared, after both
-            distributions are normalised over them; None: the vocabularies are the same.
-        kernels: computations on chunks of both logits; None: the best for the device.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    shard: VocabShard
-    temperature: torch.Tensor | float = 1.0
-    logit_cap: float | None = None
-    fp32_logits: bool = False
-    common: int | None = None
-    kernels: TeacherKernels | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopLogits:
-    """A teacher that gives its likeliest tokens: logprobs [N, K] in nats, and ids [N, K], each once, then −1.
-
-    All other tokens are compared as one outcome. Every rank has all N rows. common: as in `TeacherLogits`; log-probs
-    are normalised over these tokens.
-    """
-
-    logprobs: torch.Tensor
-    ids: torch.Tensor
-    common: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DistilledLogprobs:
     """Log-probs and entropies [N] as in `TokenLogprobs`, and values beside the teacher, [N] float32 in nats.
 
-    Only the first three have gradients. agreement: 1 where both find the same token likeliest, else 0. student_mass,
-    teacher_mass: the probability of the tokens that are compared one by one.
+    Only the first three have gradients. teacher_logprobs: of the labels; 0 where the teacher does not tell. agreement:
+    1 where both find the same token likeliest, else 0. student_mass, teacher_mass: the probability of the tokens that
+    are compared one by one.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     divergence: torch.Tensor
+    teacher_logprobs: torch.Tensor
     reverse_kl: torch.Tensor
     forward_kl: torch.Tensor
     teacher_entropy: torch.Tensor
@@ -110,7 +71,7 @@ def vocab_parallel_divergence(
     if divergence is Divergence.JSD and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}, expected a number between 0 and 1; the ends are forward and reverse KL")
     x, sinks, hidden, weight = prepare_head(hidden, weight, labels, shard=shard, options=options, nucleus=nucleus)
-    compared = _teacher(teacher, x, sinks, labels, divergence, beta)
+    compared = prepare_teacher(teacher, x, sinks, labels, divergence, beta)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = TeacherComparison(*compare_rows(x, compared))
         logprobs, entropy, value = found.logprobs, found.entropy, found.divergence
@@ -121,74 +82,13 @@ def vocab_parallel_divergence(
         logprobs=logprobs,
         entropy=entropy,
         divergence=value,
+        teacher_logprobs=found.teacher_logprobs,
         reverse_kl=found.reverse_kl,
         forward_kl=found.forward_kl,
         teacher_entropy=found.teacher_entropy,
         agreement=found.agreement,
         student_mass=found.student_mass,
         teacher_mass=found.teacher_mass,
-    )
-
-
-def _teacher(
-    given: TeacherLogits | TopLogits | RecordedHead,
-    x: HeadInputs,
-    sinks: GradientSinks,
-    labels: torch.Tensor,
-    divergence: Divergence,
-    beta: float,
-) -> Teacher:
-    """Check a teacher against the student's inputs, and gather its hidden states where ranks have parts of them."""
-    count, shard = len(labels), x.shard
-    if isinstance(given, TopLogits | RecordedHead):
-        if given.ids.shape != given.logprobs.shape or given.ids.ndim != 2 or len(given.ids) != count:
-            shapes = f"{tuple(given.logprobs.shape)} and ids {tuple(given.ids.shape)}"
-            raise ValueError(f"the teacher's log-probs have shape {shapes}, expected ({count}, K) like the labels")
-        if isinstance(given, RecordedHead):
-            return given
-        return TopTeacher(
-            logprobs=given.logprobs,
-            ids=given.ids,
-            divergence=divergence,
-            beta=beta,
-            columns=shard.first(given.common).size,
-            cut=given.common is not None,
-        )
-    if given.shard.start != shard.start:
-        raise ValueError(
-            f"the teacher's rows of the output weight start at token {given.shard.start}, the student's at "
-            f"{shard.start}; call resplit_weight for the teacher's"
-        )
-    states = sinks.owners.gather(given.hidden.detach())
-    if len(states) != count:
-        raise ValueError(f"the teacher has {len(states)} hidden states, expected {count} like the labels")
-    options = HeadOptions(
-        temperature=given.temperature,
-        chunk_tokens=x.chunk_tokens,
-        kernels=x.kernels,
-        fp32_logits=given.fp32_logits,
-        logit_cap=given.logit_cap,
-    )
-    columns = min(shard.size, given.shard.size)
-    if given.common is None and shard.size != given.shard.size:
-        raise ValueError(
-            f"this rank has {shard.size} tokens of the student's vocabulary and {given.shard.size} of the teacher's; "
-            f"tell how many both have in common"
-        )
-    if given.common is not None:
-        columns = shard.first(given.common).size
-        if columns > given.shard.size:
-            raise ValueError(
-                f"{given.common} tokens are in common, but this rank's {given.shard.size} of the teacher's from "
-                f"{shard.start} on end before"
-            )
-    return WholeTeacher(
-        inputs=head_inputs(states, given.weight, labels, shard=given.shard, options=options),
-        kernels=given.kernels or choose_teacher_kernels(states.device),
-        divergence=divergence,
-        beta=beta,
-        columns=columns,
-        cut=given.common is not None,
     )
 
 
@@ -315,7 +215,7 @@ def _in_chunk(
 
     def on_chunk(rows: slice, logits: torch.Tensor, scratch: Any, found: TeacherComparison) -> None:
         nonlocal depends_on_entropy
-        by_logprobs, by_entropy, by_divergence = loss_gradients(*table[:3])
+        by_logprobs, by_entropy, by_divergence, *_ = loss_gradients(*table[:4])
         assert by_logprobs is not None
         used[0, rows] = by_logprobs[rows]
         # A loss may only look at the value.

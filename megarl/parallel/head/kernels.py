@@ -88,35 +88,35 @@ class TorchKernels:
         log_probs, gradient = workspaces(logits, lse.dtype)
         for rows in blocks(logits, len(log_probs)):
             n = rows.stop - rows.start
+            log_p = normalised(logits[rows], inverse_temperature[rows], lse[rows], out=log_probs[:n])
             policy_gradient(
-                logits[rows],
+                log_p,
                 inverse_temperature[rows],
                 labels[rows],
-                lse=lse[rows],
                 grad_logprobs=grad_logprobs[rows],
                 a=a[rows],
                 b=None if b is None else b[rows],
-                log_p=log_probs[:n],
                 out=gradient[:n],
             )
             logits[rows] = gradient[:n]
 
 
+def normalised(logits: Tensor, inverse_temperature: Tensor, lse: Tensor, *, out: Tensor) -> Tensor:
+    """Write log p = z − lse of raw logits to `out`, and return it."""
+    return torch.mul(logits, inverse_temperature[:, None], out=out).sub_(lse[:, None])
+
+
 def policy_gradient(
-    logits: Tensor,
+    log_p: Tensor,
     inverse_temperature: Tensor,
     labels: Tensor,
     *,
-    lse: Tensor,
     grad_logprobs: Tensor,
     a: Tensor,
     b: Tensor | None,
-    log_p: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient that `ChunkKernels.write_gradient` defines to `out`; `log_p` is a workspace of its shape."""
-    torch.mul(logits, inverse_temperature[:, None], out=log_p)
-    log_p.sub_(lse[:, None])
+    """Write the gradient that `ChunkKernels.write_gradient` defines to `out`; `log_p` may be overwritten."""
     torch.exp(log_p, out=out)
     # Divide the factors of each row by T, instead of its many logits.
     scale = -inverse_temperature[:, None]

@@ -9,13 +9,9 @@ import torch.distributed as dist
 
 from megarl.config.schema import HeadConfig
 from megarl.parallel.head.differentiable import LossGradients
-from megarl.parallel.head.distill import (
-    DistilledLogprobs,
-    TeacherLogits,
-    TopLogits,
-    vocab_parallel_divergence,
-)
+from megarl.parallel.head.distill import DistilledLogprobs, vocab_parallel_divergence
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits
 from megarl.parallel.head.logprobs import (
     HeadOptions,
     TokenLogprobs,

@@ -76,18 +76,18 @@ class RecordedHead:
         rest_lse = parts[:, own].logsumexp(0)
         z = parts[:, own + 1 :].sum(0).t().masked_fill(self.ids[rows] < 0, -torch.inf)
         probs = self._probs(x, rows, z, rest_lse, lse=found.lse, own_lse=found.nucleus_lse)
-        total = self.measure.slopes(probs).masked_fill(self.ids[rows] < 0, 0.0).sum(1)
-        nothing = torch.zeros_like(rest_lse)
+        slopes, nothing = self.measure.slopes(probs), torch.zeros_like(rest_lse)
         floor = torch.finfo(rest_lse.dtype).tiny
         ratio_of_rests = (probs.rest_q.clamp(min=floor) / probs.rest_p.clamp(min=floor)).log()
         between = torch.where(probs.log_q > -torch.inf, probs.log_q.exp() * (probs.log_q - probs.log_p), 0.0).sum(1)
         return TeacherComparison(
             logprobs=found.logprobs,
             entropy=found.entropy,
-            divergence=self.measure.value(probs),
+            divergence=self.measure.value(probs, slopes),
+            teacher_logprobs=nothing,
             lse=found.lse,
             nucleus_lse=found.nucleus_lse,
-            mean=total,
+            mean=nothing if slopes is None else slopes.masked_fill(self.ids[rows] < 0, 0.0).sum(1),
             reverse_kl=nothing,
             forward_kl=between + probs.rest_q * ratio_of_rests,
             teacher_entropy=nothing,
@@ -118,8 +118,9 @@ class RecordedHead:
         columns, z = x.at_ids(self.ids[rows], rows, logits)
         probs = self._probs(x, rows, z, found.common_lse, lse=lse, own_lse=found.nucleus_lse)
         pulled_back = weight * found.mean
-        at_ids = weight[:, None] * self.measure.slopes(probs) - pulled_back[:, None] * probs.log_p.exp()
-        log_p = z - lse[:, None]
+        at_ids, log_p = -pulled_back[:, None] * probs.log_p.exp(), z - lse[:, None]
+        if (slopes := self.measure.slopes(probs)) is not None:
+            at_ids += weight[:, None] * slopes
         at_ids -= log_p.exp() * (a[:, None] if b is None else a[:, None] + b[:, None] * log_p)
         at_ids += grad_logprobs[:, None] * (columns == labels[:, None])
         # A nucleus pulls at its own tokens alone.
@@ -140,7 +141,7 @@ class RecordedHead:
         # In float32, 1 − Q would depend on the order of the sum.
         rest_q, truncated = (1 - log_q.double().exp().sum(1)).clamp(min=0).to(z.dtype), self._truncated(x, rows)
         return HeadProbs(
-            log_p=z - own_lse[:, None],
+            log_p=(z - own_lse[:, None]).clamp(min=torch.finfo(z.dtype).min),
             log_q=log_q,
             rest_p=(rest_lse - lse).exp().masked_fill(truncated, 0.0),
             rest_q=rest_q.masked_fill(truncated, 0.0),

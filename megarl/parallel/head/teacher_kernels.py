@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
-from megarl.parallel.head.kernels import blocks, policy_gradient, workspaces
+from megarl.parallel.head.kernels import blocks, normalised, policy_gradient, workspaces
 
 # Statistics of a chunk: three of the student alone, and seven of both.
 NUM_OWN, NUM_BOTH = 3, 7
@@ -194,14 +194,12 @@ class TorchTeacherKernels:
             log_q.sub_(term.teacher_lse[rows, None])
             pull = slope(log_p, log_q, term.mean[rows], term.beta).mul_(weight[rows, None])
             policy_gradient(
-                logits[rows],
+                normalised(logits[rows], inverse_temperature[rows], lse[rows], out=log_p),
                 inverse_temperature[rows],
                 labels[rows],
-                lse=lse[rows],
                 grad_logprobs=grad_logprobs[rows],
                 a=a[rows],
                 b=None if b is None else b[rows],
-                log_p=log_p,
                 out=g,
             )
             logits[rows] = g.add_(pull)

@@ -32,6 +32,7 @@ class TeacherComparison(NamedTuple):
     """Values of each token, [n] in nats: the student's own, then those beside the teacher.
 
     lse and nucleus_lse: as in `RowStatistics`. divergence: the one that is optimized; its gradient subtracts `mean`.
+    teacher_logprobs: of the labels; 0 where the teacher does not tell.
     agreement: 1 where both find the same token likeliest. student_lse, teacher_lse: over the tokens that are compared
     one by one. student_mass, teacher_mass: how much of each distribution these tokens have. common_lse: the student's
     over the tokens that both have; beside an engine's head, over all tokens outside it.
@@ -40,6 +41,7 @@ class TeacherComparison(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     divergence: Tensor
+    teacher_logprobs: Tensor
     lse: Tensor
     nucleus_lse: Tensor
     mean: Tensor
@@ -187,6 +189,7 @@ class WholeTeacher:
             entropy=found.entropy,
             # Round-off may leave a tiny negative number where the two agree.
             divergence=value.clamp(min=0),
+            teacher_logprobs=torch.zeros_like(mean),
             lse=found.lse,
             nucleus_lse=found.nucleus_lse,
             mean=mean,

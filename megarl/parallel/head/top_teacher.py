@@ -78,6 +78,7 @@ class TopTeacher:
             logprobs=found.logprobs,
             entropy=found.entropy,
             divergence=value.clamp(min=0),
+            teacher_logprobs=torch.zeros_like(mean),
             lse=found.lse,
             nucleus_lse=found.nucleus_lse,
             mean=mean,

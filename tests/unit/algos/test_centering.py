@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos import build_algorithm
+from megarl.algos.build import algorithm_of
 from megarl.algos.centering import Centering, bounded_error, score_centering, with_head
 from megarl.algos.off_policy_losses import TopDivergence
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
@@ -20,6 +21,11 @@ from megarl.config.algo import (
     DistillConfig,
     PolicyLossConfig,
 )
+from megarl.config.check import check_session
+from megarl.config.check_engines import check_comparison
+from megarl.config.engine import EngineConfig
+from megarl.config.generation import RolloutConfig, ScheduleConfig
+from megarl.config.schema import Config, SyncConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.types import LikelyTokens
 from megarl.types.objectives import HeadProbs
@@ -83,7 +89,8 @@ def test_by_hand() -> None:
     far = replace(x, rest_p=tensor([0.2]))
     assert Centering.of(config("tis", 0.8, 1.2)).slopes(far)[0, 0].item() == pytest.approx(0.48 - 1.6 * 0.5)
     assert Centering.of(config("mis", 0.8, 1.3)).slopes(far)[0, 0].item() == pytest.approx(0.5)
-    assert Centering.of(config("none")).value(x).item() == pytest.approx(-0.1 * math.log(0.5) + 0.1 * math.log(0.1))
+    rule = Centering.of(config("none"))
+    assert rule.value(x, rule.slopes(x)).item() == pytest.approx(-0.1 * math.log(0.5) + 0.1 * math.log(0.1))
 
 
 @pytest.mark.parametrize(("weight", "low", "high"), RULES)
@@ -126,14 +133,14 @@ def test_bounds_of_divergences() -> None:
     exact = {"tv": float((p - q).abs().sum() / 2), "kl": float((q * (q / p).log()).sum())}
     for kind, bound in exact.items():
         given: Any = kind
-        values = [float(TopDivergence(kind=given).value(head(logits, q, k))) for k in range(1, 9)]
+        values = [float(TopDivergence(kind=given).value(head(logits, q, k), None)) for k in range(1, 9)]
         assert values == sorted(values)
         assert values[-1] == pytest.approx(bound)
         x = HeadProbs(
             log_p=tensor([[0.5]]).log(), log_q=tensor([[0.25]]).log(), rest_p=tensor([0.5]), rest_q=tensor([0.75])
         )
-    assert float(TopDivergence(kind="tv").value(x)) == pytest.approx(0.25)
-    assert float(TopDivergence(kind="kl").value(x)) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert float(TopDivergence(kind="tv").value(x, None)) == pytest.approx(0.25)
+    assert float(TopDivergence(kind="kl").value(x, None)) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
 
 
 def test_dppo_masks_by_the_head() -> None:
@@ -170,6 +177,7 @@ def test_rows_without_heads_are_refused() -> None:
 
 
 CENTERED = PolicyLossConfig(name="score_centering")
+KEPT = PolicyLossConfig(name="dppo_top_tv", compared_with="trainer")
 REFUSED = [
     (AlgoConfig(policy_loss=CENTERED, correction=CorrectionConfig(name="tis_upper")), "both would weigh them twice"),
     (AlgoConfig(policy_loss=PolicyLossConfig(name="dppo_top_tv")), "set algo.correction.name=rollout_ratio"),
@@ -178,6 +186,11 @@ REFUSED = [
     (AlgoConfig(policy_loss=config("none", high=2.0)), "set .*center_weight=tis or mis"),
     (AlgoConfig(policy_loss=config("tis", low=1.5)), "center_low <= 1 <= center_high"),
     (AlgoConfig(policy_loss=PolicyLossConfig(center_weight="tis")), "score_centering"),
+    (
+        AlgoConfig(policy_loss=PolicyLossConfig(compared_with="trainer")),
+        "compared_with: got trainer, which is not read",
+    ),
+    (AlgoConfig(policy_loss=KEPT, correction=CorrectionConfig(name="rollout_ratio")), "whose ratio is to the policy"),
 ]
 
 
@@ -185,3 +198,39 @@ REFUSED = [
 def test_refusals(cfg: AlgoConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_algorithm(cfg, max_response_tokens=8)
+
+
+# What sampled is not what ranks keep.
+OTHER_SAMPLERS: list[tuple[str, dict[str, Any]]] = [
+    ("rollout.schedule.staleness: got 1", {"rollout": RolloutConfig(schedule=ScheduleConfig(staleness=1))}),
+    ("rollout.top_p: got 0.9", {"rollout": RolloutConfig(top_p=0.9, top_k=50)}),
+    ("rollout.top_k: got 50", {"rollout": RolloutConfig(top_k=50)}),
+    ("rollout.source: got replay", {"rollout": RolloutConfig(source="replay", replay_dir="records")}),
+    ("sync.dtype: got float8_e4m3", {"sync": SyncConfig(dtype="float8_e4m3")}),
+    ("rollout.engine.dtype: got bfloat16", {"rollout": RolloutConfig(engine=EngineConfig(dtype="bfloat16"))}),
+    ("rollout.engine.quantization: got", {"rollout": RolloutConfig(engine=EngineConfig(quantization="fp8_per_block"))}),
+    ("rollout.engine.kv_cache_dtype: got", {"rollout": RolloutConfig(engine=EngineConfig(kv_cache_dtype="fp8_e4m3"))}),
+    ("rollout.head_tokens: got 8", {"rollout": RolloutConfig(head_tokens=8)}),
+]
+
+
+@pytest.mark.parametrize(("message", "given"), OTHER_SAMPLERS)
+def test_a_policy_that_did_not_sample_is_refused(message: str, given: dict[str, Any]) -> None:
+    algo = AlgoConfig(policy_loss=KEPT)
+    with pytest.raises(ConfigError, match=f"^{message}.*; set it to "):
+        algorithm_of(Config(algo=algo, **given))
+
+
+@pytest.mark.parametrize("given", [{"algo": AlgoConfig(policy_loss=KEPT)}, {"rollout": RolloutConfig(head_tokens=8)}])
+def test_sessions_refuse_what_they_cannot_compute(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a session keeps no distributions of what sampled"):
+        check_comparison(Config(**given))
+    check_comparison(Config())
+    assert check_comparison in check_session.rules
+
+
+def test_what_beside_the_policy_itself_is_allowed() -> None:
+    """Weights for the engine's mismatch multiply a ratio to the policy: nothing is weighed twice."""
+    for loss in (KEPT, replace(CENTERED, compared_with="trainer")):
+        algorithm_of(Config(algo=AlgoConfig(policy_loss=loss)))
+        algorithm_of(Config(algo=AlgoConfig(policy_loss=loss, correction=CorrectionConfig(name="tis_upper"))))

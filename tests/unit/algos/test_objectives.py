@@ -120,3 +120,6 @@ def test_names() -> None:
     assert objective_by_name("cispo", own).cfg.policy_loss.name == "cispo"
     with pytest.raises(ConfigError, match="unknown objective 'sft'; expected one of: algorithm, bapo, cispo"):
         objective_by_name("sft", own)
+    for name in ("score_centering", "dppo_top_tv", "dppo_top_kl"):
+        with pytest.raises(ConfigError, match=rf"objective: got '{name}', which reads the distribution .*; use megarl"):
+            objective_by_name(name, own)

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.compare import assert_within
 from tests.helpers.head import nucleus_problem
 from tests.helpers.head_ranks import REGIMES
-from tests.helpers.recorded_heads import COMPARED, RecordedCase
+from tests.helpers.recorded_heads import RecordedCase, WholeCase
 from tests.helpers.teacher_heads import taught_problem
 
 RULES = [("none", 0.0, 2.0), ("tis", 0.0, 2.0), ("tis", 0.7, 1.5), ("mis", 0.5, 5.0), ("mis", 0.0, 1.2)]
@@ -15,7 +15,7 @@ RULES = [("none", 0.0, 2.0), ("tis", 0.0, 2.0), ("tis", 0.7, 1.5), ("mis", 0.5, 
 
 def assert_recorded(case: RecordedCase, *, atol: float = 1e-12) -> None:
     got, expected = case.solve()[0], case.expected
-    for name in COMPARED:
+    for name in expected.values:
         assert_within(name, got.values[name], expected.values[name], atol=atol)
     assert_within("hidden", got.grad_hidden, expected.grad_hidden, atol=atol)
     size = case.problem.student.vocab_size
@@ -35,6 +35,23 @@ def test_against_dense(weight: str, low: float, high: float, memory_mode: str) -
     ):
         rule = {"weight": weight, "low": low, "high": high}
         assert_recorded(RecordedCase(problem=problem, memory_mode=memory_mode, **rule))
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+@pytest.mark.parametrize(("weight", "low", "high"), [*RULES, ("tv", 0.0, 0.0), ("kl", 0.0, 0.0)])
+def test_beside_a_whole_distribution(weight: str, low: float, high: float, memory_mode: str) -> None:
+    capped = taught_problem()
+    for problem in (
+        taught_problem(),
+        replace(capped, student=replace(capped.student, logit_cap=2.0, grad_entropy=None)),
+        taught_problem(num_rows=0),
+    ):
+        assert_recorded(WholeCase(problem=problem, weight=weight, low=low, high=high, memory_mode=memory_mode))
+
+
+def test_a_part_of_a_distribution_is_refused() -> None:
+    with pytest.raises(ValueError, match="not beside a part of it"):
+        WholeCase(problem=taught_problem(student=nucleus_problem())).solve()
 
 
 def test_capped_logits_and_no_entropy() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.parallel.head.distill import TeacherLogits, TopLogits, vocab_parallel_divergence
+from megarl.parallel.head.distill import vocab_parallel_divergence
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits
 from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.parallel.head.teacher_kernels import DivergenceTerm, TorchTeacherKernels

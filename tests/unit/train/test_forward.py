@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algos.build import build_algorithm
 from megarl.cluster.offloading import Phase, forward
-from megarl.config.algo import AlgoConfig, CorrectionConfig, HintConfig
+from megarl.config.algo import AlgoConfig, CorrectionConfig, HintConfig, PolicyLossConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
@@ -430,16 +430,19 @@ def test_no_hint_reaches_what_is_trained(
         ("rollout_ratio", 1, 1, True, False),
         ("rollout_ratio", 0, 2, True, False),
         ("rollout_ratio", 1, 1, False, True),
+        # Ranks keep the policy.
+        ("kept", 0, 2, True, False),
+        ("kept", 0, 2, False, True),
     ],
 )
 def test_old_logprobs_are_computed_where_the_ratio_needs_them(
     correction: str, staleness: int, mini_batches: int, gate_passed: bool, needed: bool
 ) -> None:
     algo = AlgoConfig(correction=CorrectionConfig(name=correction))
+    if correction == "kept":
+        algo = AlgoConfig(policy_loss=PolicyLossConfig(name="score_centering", compared_with="trainer"))
     algorithm = build_algorithm(algo, max_response_tokens=8, vocab_size=None)
-    found = needed_quantities(
-        algorithm, algo.correction, staleness=staleness, num_updates=mini_batches, gate_passed=gate_passed
-    )
+    found = needed_quantities(algorithm, algo, staleness=staleness, num_updates=mini_batches, gate_passed=gate_passed)
     assert (TokenQuantity.OLD_LOGPROBS in found) is needed
 
 

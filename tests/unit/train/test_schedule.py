@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from megarl.config.optimizer import learning_rate
 from megarl.config.schema import OptimizerConfig
-from megarl.train.passes import learning_rate
 
 
 def rates(total_steps: int, **config: Any) -> list[float]:
