@@ -17,7 +17,9 @@ from megarl.errors import ConfigError
 from megarl.types import Algorithm
 
 
-def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: int | None = None) -> Algorithm:
+def build_algorithm(
+    cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: int | None = None, mini_batch_prompts: int | None = None
+) -> Algorithm:
     """Build the algorithm that `cfg` describes; raise ConfigError for unknown names and for conflicting settings.
 
     Without `vocab_size`, the algorithm can only say which quantities it requires: CPO cannot then shape advantages.
@@ -31,6 +33,7 @@ def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: in
         horizon_tokens=max_response_tokens if horizon is None else horizon,
         max_response_tokens=max_response_tokens,
         vocab_size=vocab_size,
+        mini_batch_prompts=mini_batch_prompts,
     )
 
 
@@ -68,7 +71,10 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
                 f"say which sample of a prompt is the greedy one; change {key}, or choose another estimator"
             )
     algorithm = build_algorithm(
-        config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
+        config.algo,
+        max_response_tokens=config.rollout.max_response_tokens,
+        vocab_size=vocab_size,
+        mini_batch_prompts=config.trainer.mini_batch_prompts,
     )
     _check_learning(config)
     _check_recorded(config)

@@ -53,13 +53,14 @@ class ComposedAlgorithm:
     loss = agg(policy loss × correction) + kl_coef·agg(KL) − entropy_coef·agg(entropy), where the KL term exists only
     with kl.where=loss or both. With off_policy.loss=sft, an imitation loss is added.
     horizon_tokens: a fixed length by which some aggregations divide. vocab_size: needed only for CPO, where
-    formulas may compare a token's entropy with its maximum, ln(vocab_size).
+    formulas may compare a token's entropy with its maximum, ln(vocab_size). mini_batch_prompts: as in `ShapingInputs`.
     """
 
     cfg: AlgoConfig
     horizon_tokens: int
     max_response_tokens: int
     vocab_size: int | None = None
+    mini_batch_prompts: int | None = None
 
     def __post_init__(self) -> None:
         check_algo_config(self.cfg, max_response_tokens=self.max_response_tokens)
@@ -146,7 +147,13 @@ class ComposedAlgorithm:
             metrics["actor/entropy_coef"] = state.entropy.coef
         quantities: dict[str, Tensor] = {} if estimate.returns is None else {"returns": estimate.returns}
         values = estimate.advantages
-        inputs = ShapingInputs(batch=batch, scored_rewards=scored_rewards, cfg=cfg, vocab_size=self.vocab_size)
+        inputs = ShapingInputs(
+            batch=batch,
+            scored_rewards=scored_rewards,
+            cfg=cfg,
+            vocab_size=self.vocab_size,
+            mini_batch_prompts=self.mini_batch_prompts,
+        )
         for shaper in shapers_of(cfg):
             change = shaper.shape(values, inputs)
             values = change.values

@@ -7,7 +7,7 @@ correction combines three parts: a weight per token, a gate that accepts or reje
 Its name selects weight and gate. Rejected tokens still count in the denominator.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
@@ -144,7 +144,7 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def moment_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept as many of a step's tokens as `within_second_moment` keeps with the limit `max_second_moment`.
+    """Accept as many of an optimizer batch's tokens as `within_second_moment` keeps with the limit `max_second_moment`.
 
     >>> moment_within(ratios([[1.0, 4.0]]), CorrectionConfig()).tolist()
     [[True, False]]
@@ -158,7 +158,7 @@ def moment_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 class CorrectionRule:
     """A correction's weight, its gate (which tokens are accepted), and the `options` that it reads of its settings.
     With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs. whole: whether the gate
-    reads all rows of the step at once. per_token: whether no weight depends on the row's other tokens.
+    reads all rows of an optimizer batch at once. per_token: whether no weight depends on the row's other tokens.
     """
 
     weight: Weight = field(kw_only=False)
@@ -280,9 +280,13 @@ def compares_policies(cfg: AlgoConfig) -> bool:
     return cfg.correction.name != "none"
 
 
-def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
+def compute_correction(
+    x: CorrectionInputs, cfg: CorrectionConfig, batches: Sequence[Sequence[int]] | None = None
+) -> Correction:
     """Compute a step's correction weights in float64, by blocks of rows: they are independent, except for the gate of a
-    rule that is `whole`, and with `normalise`.
+    rule that is `whole`, which looks at each optimizer batch, and with `normalise`.
+
+    batches: the rows of each optimizer batch; None: all are one.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -303,7 +307,10 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
     accepted = torch.zeros_like(x.loss_mask)
     if rule.whole:
         everywhere = x.loss_mask & ~x.demonstration_mask
-        of_step = rule.gate(LogRatios(token=_log_ratios(x, everywhere, first_row=0), sampled=everywhere), cfg)
+        token, of_step = _log_ratios(x, everywhere, first_row=0), torch.zeros_like(everywhere)
+        for part_rows in batches or [range(len(token))]:
+            at = list(part_rows)
+            of_step[at] = rule.gate(LogRatios(token=token[at], sampled=everywhere[at]), cfg)
     for rows in row_blocks(x.loss_mask):
         part = CorrectionInputs(**{each.name: getattr(x, each.name)[rows] for each in fields(x)})
         sampled = part.loss_mask & ~part.demonstration_mask

@@ -259,7 +259,7 @@ def ctpo_geomean(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 
 def balanced_bounds(ratio: Tensor, advantages: Tensor, cfg: PolicyLossConfig) -> tuple[float, float]:
-    """Return BAPO's bounds of the ratio for the tokens [N] of a step.
+    """Return BAPO's bounds of the ratio for the tokens [N] of an optimizer batch.
 
     S₊ = Σ r·A over tokens with A ≥ 0 and r ≤ high, and S₋ = Σ r·|A| over those with A < 0 and r ≥ low: the tokens that
     have a gradient. While S₊/(S₋ + 1e-8) is below `bapo_target`, low rises, then high. Public code counts clipped
@@ -297,7 +297,7 @@ def bapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     >>> bapo(x, PolicyLossConfig(name="bapo")).loss.tolist()
     [[-1.5, 0.75]]
     """
-    assert x.clip_bounds is not None, "bapo needs the bounds of the step"
+    assert x.clip_bounds is not None, "bapo needs the bounds of its batch"
     is_lower, bounds = x.advantages < 0, x.clip_bounds.detach()
     surrogate = clipped_surrogate(
         token_ratio(x),

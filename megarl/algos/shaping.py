@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from megarl.algos import cpo
-from megarl.algos.batch_statistics import LOG_WEIGHT, effective_sample_size, high_entropy
+from megarl.algos.batch_statistics import LOG_WEIGHT, effective_sample_size, high_entropy, optimizer_batches
 from megarl.algos.centering import bounded_error
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
 from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
@@ -28,12 +28,19 @@ class ShapingInputs:
     """The inputs of a shaper, besides the advantages that it changes.
 
     batch: its rewards are those that the estimator read. scored_rewards: [B] rewards as the scorer gave them.
+    mini_batch_prompts: how many groups an optimizer step takes; None: all.
     """
 
     batch: ScoredBatch
     scored_rewards: Tensor
     cfg: AlgoConfig
     vocab_size: int | None
+    mini_batch_prompts: int | None = None
+
+    @property
+    def optimizer_batches(self) -> list[list[int]]:
+        """Return the rows of each optimizer batch of the step."""
+        return optimizer_batches(self.batch.uids, self.mini_batch_prompts or max(len(self.batch.uids), 1))
 
 
 # (advantages [B, T], the step) → new advantages, still 0 outside the loss mask, with quantities and metrics to add.
@@ -191,9 +198,9 @@ def keep_high_entropy(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 @ADVANTAGE_SHAPERS.register("weigh_by_engine", place="last")
 def weigh_by_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Return the advantages unchanged, with what is read of ratios to the engine over a whole step: the bounds of the
-    loss bapo, and the log-weights of `step_scale`. Metrics: actor/bapo_low, actor/bapo_high; is/row_ess, the share of
-    rows that count.
+    """Return the advantages unchanged, with what is read of ratios to the engine: the bounds of the loss bapo, for each
+    optimizer batch, and the log-weights of `step_scale`. Metrics: actor/bapo_low, actor/bapo_high, means over the
+    batches; is/row_ess, the share of rows that count.
 
     >>> batch = step("a", [1.0], old_logprobs=[[-1.0]], rollout_logprobs=[[-1.5]])
     >>> cfg = AlgoConfig(step_scale_power=0.5)
@@ -213,12 +220,16 @@ def weigh_by_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
         metrics = {"is/row_ess": effective_sample_size(sums) / max(len(sums), 1)}
         return Advantages(values=advantages, quantities={LOG_WEIGHT: log_weight}, metrics=metrics)
     ratio = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    low, high = balanced_bounds(ratio[sampled], advantages[sampled], loss)
-    bounds = torch.where(advantages < 0, low, torch.full_like(advantages, high))
+    bounds, chosen = torch.zeros_like(advantages), []
+    for at in x.optimizer_batches:
+        low, high = balanced_bounds(ratio[at][sampled[at]], advantages[at][sampled[at]], loss)
+        bounds[at] = torch.where(advantages[at] < 0, low, torch.full_like(advantages[at], high))
+        chosen.append((low, high))
+    lows, highs = zip(*chosen, strict=True)
     return Advantages(
         values=advantages,
         quantities={LOG_WEIGHT: log_weight, "clip_bounds": bounds},
-        metrics={"actor/bapo_low": low, "actor/bapo_high": high},
+        metrics={"actor/bapo_low": sum(lows) / len(lows), "actor/bapo_high": sum(highs) / len(highs)},
     )
 
 
@@ -262,7 +273,7 @@ def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
         loss_mask=x.batch.loss_mask,
         demonstration_mask=demonstration_mask(x.batch),
     )
-    correction = compute_correction(inputs, x.cfg.correction)
+    correction = compute_correction(inputs, x.cfg.correction, x.optimizer_batches)
     return Advantages(
         values=advantages,
         quantities={CORRECTION: correction.weights, TokenQuantity.OLD_LOGPROBS: correction.old_logprobs},

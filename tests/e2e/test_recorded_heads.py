@@ -63,3 +63,36 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     regenerated = SmallRun(inputs=inputs, name="again", settings=(*SETTINGS, *again))
     assert regenerated.start().wait() == 0, regenerated.paths.root.with_suffix(".log").read_text()
     assert differences(regenerated, whole) == []
+
+
+@pytest.mark.timeout(600)
+def test_whole_supports_and_divergences(tmp_path: Path) -> None:
+    """With top-k and top-p the head is all that was left, so that C has no tail; DPPO reads the same heads."""
+    inputs, two_updates = make_inputs(tmp_path), "trainer.num_epochs=2"
+    cut = (f"rollout.top_k={K}", "rollout.top_p=0.9")
+    centered = SmallRun(inputs=inputs, name="cut", settings=(*SETTINGS, *cut, two_updates))
+    assert centered.start().wait() == 0, centered.paths.root.with_suffix(".log").read_text()
+    for record in centered.records():
+        if "actor/grad_norm" in record.metrics:
+            assert record.metrics["actor/sc_engine_head_mass"] == pytest.approx(1, abs=1e-6)
+            assert record.metrics["actor/sc_policy_head_mass"] == pytest.approx(1, abs=1e-6)
+            assert record.metrics["actor/sc_tail_mass"] == record.metrics["actor/sc_error_bound"] == 0
+    widths = [
+        (row.likely.ids >= 0).sum(1)
+        for row in map(row_from_sample, read_record(record_path(centered.paths.records, 1)).samples)
+        if row.likely is not None
+    ]
+    assert 1 <= np.concatenate(widths).min() < np.concatenate(widths).max() <= K
+
+    loss = (
+        "algo.policy_loss.name=dppo_top_tv",
+        "algo.correction.name=rollout_ratio",
+        "algo.policy_loss.clip_high=1e-9",
+    )
+    plain = tuple(each for each in SETTINGS if not each.startswith("algo."))
+    masked = SmallRun(inputs=inputs, name="dppo", settings=(*plain, *loss, two_updates))
+    assert masked.start().wait() == 0, masked.paths.root.with_suffix(".log").read_text()
+    steps = [record.metrics for record in masked.records() if "actor/grad_norm" in record.metrics]
+    # The second of two updates has moved some tokens further than that.
+    assert steps
+    assert all(0 < metrics["actor/pg_clipfrac"] < 1 for metrics in steps)

@@ -96,7 +96,7 @@ MOST_LINES = {
     "__main__": 50,
     # Ten off-policy methods with their statistics of whole batches, score centering and DPPO over recorded
     # heads, for which config, rollout, train and types rose by 165 lines, and parallel by 70.
-    "algos": 7812,
+    "algos": 7822,
     "cli": 350,
     "cluster": 3950,
     # 195 for targets of plans and the table of what works on them.

@@ -12,6 +12,8 @@ from megarl.algos.off_policy_losses import balanced_bounds, binary_kl, binary_tv
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
 from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, PolicyLossConfig
 from megarl.errors import ConfigError
+from megarl.types import Advantages
+from tests.helpers.examples import step
 
 LN2 = math.log(2)
 NAMES = ("dppo_tv", "dppo_kl", "drpo", "topr", "vespo", "ctpo", "ctpo_geomean", "bapo")
@@ -165,3 +167,70 @@ def test_bapo_clips_at_the_bound_of_each_sign() -> None:
 def test_what_does_not_go_together_is_refused(cfg: AlgoConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_algorithm(cfg, max_response_tokens=8)
+
+
+# --- statistics of optimizer batches
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        AlgoConfig(policy_loss=PolicyLossConfig(name="bapo"), correction=CorrectionConfig(name="rollout_ratio")),
+        AlgoConfig(correction=CorrectionConfig(name="m2po", max_second_moment=0.2)),
+    ],
+)
+def test_statistics_are_those_of_each_optimizer_batch(cfg: AlgoConfig) -> None:
+    """A step of two optimizer batches is as two steps of one each, and not as one of both."""
+    near = {"old_logprobs": [[-1.0, -1.0], [-1.0, -1.0]], "rollout_logprobs": [[-1.1, -1.4], [-0.9, -1.0]]}
+    far = {"old_logprobs": [[-1.0, -1.0], [-1.0, -1.0]], "rollout_logprobs": [[-1.6, -0.3], [-0.5, -0.6]]}
+    both = {name: near[name] + far[name] for name in near}
+
+    def shaped(uids: str, rewards: list[float], given: dict[str, list[list[float]]], prompts: int | None) -> Advantages:
+        algorithm = build_algorithm(cfg, max_response_tokens=8, mini_batch_prompts=prompts)
+        return algorithm.advantages(step(uids, rewards, **given), algorithm.initial_state())
+
+    name = "clip_bounds" if cfg.policy_loss.name == "bapo" else "correction"
+    parts = [shaped("aa", [1.0, 0.0], near, None), shaped("bb", [0.0, 1.0], far, None)]
+    expected = torch.cat([part.quantities[name] for part in parts])
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    assert torch.equal(shaped("aabb", rewards, both, 1).quantities[name], expected)
+    assert not torch.equal(shaped("aabb", rewards, both, None).quantities[name], expected)
+
+
+# --- beside public code
+
+
+def verl_dppo(name: str, lp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """The losses `dppo_tv` and `dppo_kl` of verl/trainer/ppo/core_algos.py (github.com/verl-project/verl, 2026-02), in
+    its terms, with the truncation at 20 that it means.
+
+    It masks by the change of the probability, without looking at the ratio, and takes −A·sg(min(r, 20))·lp.
+    """
+    p, q, ratio = lp.exp(), old.exp(), (lp - old).clamp(-20.0, 20.0).exp().clamp(max=20.0).detach()
+    if name == "dppo_tv":
+        rises, falls = p - q <= high, p - q >= -low
+    else:
+        kl = q * (old - lp) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+        rises, falls = (kl <= high) | (p <= q), (kl <= low) | (p >= q)
+    return -advantages * ratio * lp * torch.where(advantages > 0, rises, falls).detach()
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_has_the_gradient_of_verl(name: str) -> None:
+    """Up to its truncation, and 1e-8 in its logarithms."""
+    g = torch.Generator().manual_seed(5)
+    old = torch.rand(1, 4000, generator=g, dtype=torch.float64).clamp(1e-3, 0.999).log()
+    moved = (old + 0.7 * torch.randn(old.shape, generator=g, dtype=torch.float64)).clamp(max=-1e-3)
+    advantages = torch.randn(old.shape, generator=g, dtype=torch.float64)
+    cfg = PolicyLossConfig(name=name, clip_low=0.05, clip_high=0.1)
+    x = PolicyLossInputs(
+        logprobs=moved.requires_grad_(),
+        old_logprobs=old,
+        advantages=advantages,
+        loss_mask=torch.ones_like(old, dtype=torch.bool),
+    )
+    assert float((moved - old).detach().exp().max()) < 20
+    (ours,) = torch.autograd.grad(policy_loss(x, cfg).loss.sum(), moved)
+    (theirs,) = torch.autograd.grad(verl_dppo(name, moved, old, advantages, 0.05, 0.1).sum(), moved)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    assert 200 < int((ours == 0).sum()) < 2000
