@@ -56,15 +56,15 @@ def render() -> str:
     parts = [HEADER]
     for section, cls, allowed in _sections(Config, ""):
         parts.append(f"## {section}\n\n{_summary(cls)}\n")
-        rows = [f"| `{e.key}` | {e.expects} | {e.default} | {e.description} |" for e in _entries(cls, section, allowed)]
-        if rows:
+        own = entries_of(cls, section, allowed)
+        if rows := [f"| `{e.key}` | {e.expects} | {e.default} | {e.description} |" for e in own]:
             parts.append("\n".join(["| key | expects | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 
 def entries() -> list[Entry]:
     """Return every key of the schema, in the order of docs/configuration.md."""
-    return [entry for section, cls, allowed in _sections(Config, "") for entry in _entries(cls, section, allowed)]
+    return [entry for section, cls, allowed in _sections(Config, "") for entry in entries_of(cls, section, allowed)]
 
 
 def render_json_schema() -> str:
@@ -158,7 +158,7 @@ def _sections(cls: type, path: str, default: Allowed | None = None) -> Iterator[
             yield from ((f"{section}{place}", cast(type, kind), allowed) for kind in items if is_dataclass(kind))
 
 
-def _entries(cls: type, section: str, default: Allowed | None) -> Iterator[Entry]:
+def entries_of(cls: type, section: str, default: Allowed | None) -> Iterator[Entry]:
     """Yield the keys of a section that are not sections themselves."""
     hints, comments = get_type_hints(cls), _comments(cls)
     for field in fields(cls):
@@ -196,7 +196,7 @@ def _comments(cls: type) -> dict[str, str]:
     for owner in filter(is_dataclass, reversed(cls.__mro__)):
         lines = Path(inspect.getfile(owner)).read_text(encoding="utf-8").splitlines()
         tree = ast.parse("\n".join(lines))
-        node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner.__name__)
+        node = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner.__name__)
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 above: list[str] = []

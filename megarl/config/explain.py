@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 
-from megarl.config.document import Entry, entries
+from megarl.config.document import Entry, entries, entries_of
 from megarl.config.load import PACKAGED, masked_config, read_yaml
 from megarl.config.parse import Tree, from_dict
-from megarl.config.part_settings import value_of
+from megarl.config.part_settings import BESIDE, use_plugins_of, value_of
+from megarl.config.plugins import SETTINGS, registrations
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.host.unicode import visible
@@ -20,17 +21,18 @@ _WIDTH = 100
 def explain(key: str, config: Config | None = None) -> str:
     """Return what a key means, which values it takes, and its value in `config`; for a section, a line for each key.
 
-    Entries of lists and mappings are found under any place or name, as in `environment.entries.weather.type`. Raises
-    ConfigError with a suggestion for an unknown key.
+    Entries of lists and mappings are found under any place or name, as in `environment.entries.weather.type`, and those
+    that plugins of `config` declare. Raises ConfigError with a suggestion for an unknown key.
     """
-    known = entries()
+    own = _declared(config) if config else {}
+    known = [*entries(), *own]
     for entry in known:
         if _pattern(entry.key).fullmatch(key):
             if config is None:
                 return _describe(entry)
-            return (
-                f"{_describe(entry)}\n  here     {visible(str(value_of(masked_config(config), key, unset='not set')))}"
-            )
+            unset = entry.default.strip("`") if entry in own else "not set"
+            value = value_of(masked_config(config), own.get(entry, key), unset=unset)
+            return f"{_describe(entry)}\n  here     {visible(str(value))}"
     within = [entry for entry in known if _pattern(entry.key.rpartition(".")[0]).fullmatch(key)]
     depth = key.count(".") + 1
     deeper = sorted({".".join(e.key.split(".")[: depth + 1]) for e in known if e.key.startswith(f"{key}.")})
@@ -42,6 +44,18 @@ def explain(key: str, config: Config | None = None) -> str:
     width = max([0, *(len(entry.key) for entry in within)])
     lines = [f"{e.key:<{width}}  {textwrap.shorten(e.description, _WIDTH, placeholder=' …')}".rstrip() for e in within]
     return "\n".join([*lines, *(f"{name}.…" for name in sections)])
+
+
+def _declared(config: Config) -> dict[Entry, str]:
+    """Return the settings that the parts of plugins declare, each with the key that holds its value."""
+    use_plugins_of(config)
+    found = dict[Entry, str]()
+    for part, name in ((each, name) for each in registrations() if each.own for name in each.names):
+        beside = [key.rpartition(".")[0] for key in BESIDE if value_of(config, key) == name]
+        for section in (f"{SETTINGS}.{name}", *beside):
+            of_part = entries_of(part.own.declared, section, None) if part.own else ()
+            found |= {entry: f"{SETTINGS}.{name}.{entry.key.rpartition('.')[2]}" for entry in of_part}
+    return found
 
 
 def search(words: str) -> list[str]:

@@ -1,12 +1,11 @@
 """Forecast the seconds of a planned run's step from its settings and config.json alone."""
 
-from megarl.cluster.object_store import object_store
 from megarl.cluster.roles import by_layout
 from megarl.config.schema import Config
 from megarl.forecast.costs import Constants, Hardware, StepCost, step_cost
 from megarl.host.device.platform import assuming
 from megarl.launch.submit import StopForecast
-from megarl.plan.build import plan_nodes, role_plan
+from megarl.plan.build import host_needs, plan_nodes, role_plan
 from megarl.plan.devices import plan_devices
 from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes
 from megarl.plan.run_plan import DevicePlan
@@ -28,27 +27,21 @@ def planned_stop(config: Config) -> StopForecast:
     """Forecast how long a run takes to stop, and what it needs of a host. Raises ConfigError as a run would."""
     with assuming("cuda"):
         run, hardware = size_run(config, DEVICE_BYTES), Hardware()
-        cost, num_bytes = _cost(run, Constants()), 0.0
+        cost, num_bytes, devices = _cost(run, Constants()), 0.0, _devices(run)
+        nodes = plan_nodes(run.config, run.engine, devices, by_layout(run.roles), run.shards)
+        host = host_needs(run.config, run.engine, devices, nodes)
     for role in (role for role in run.roles if role.trainable):
         mine = [shard for shard in run.shards if shard.role == role.role]
         # Only adapters are written, if there are any.
         trained = sum(shard.num_trained_parameters for shard in mine) / sum(shard.num_parameters for shard in mine)
         count = role_plan(role, run.specs[role.role]).num_parameters * min(1.0, trained)
         num_bytes += checkpoint_bytes(int(count), DTYPE_BYTES[role.model.dtype], 1, shard=0, portable=False)
-        nodes = plan_nodes(run.config, run.engine, _devices(run), by_layout(run.roles), run.shards)
-        store = object_store(run.config, room=1 << 60)
-    num_nodes, fullest = -(-config.actor.layout.world_size // hardware.per_node), max(nodes, key=lambda x: x.offloaded)
+    num_nodes = -(-config.actor.layout.world_size // hardware.per_node)
     return StopForecast(
         step=cost.total,
         uncut=cost.train + cost.sync,
         checkpoint=num_bytes / num_nodes / STORAGE_BYTES,
-        host={
-            "the offloaded trainer": fullest.offloaded,
-            "a checkpoint in the making": (
-                fullest.portable_checkpoint if config.checkpoint.portable else fullest.checkpoint
-            ),
-            "Ray's object store": store.value << 20 if store and isinstance(store.value, int) else 0,
-        },
+        host=host,
     )
 
 

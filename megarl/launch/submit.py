@@ -21,6 +21,7 @@ from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import Config
 from megarl.config.target import checked_for, named_target
 from megarl.errors import ConfigError, DataError, WorkerError
+from megarl.host.memory import listed
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
 from megarl.launch.allocation import slurm_says
@@ -220,11 +221,10 @@ def _check_memory(nodes: NodesRequest, needs: Mapping[str, int]) -> None:
             continue
         times = {"": 1, "-per-cpu": nodes.cpus_per_node, "-per-gpu": nodes.gpus_per_node}[found["per"]]
         asked = int(found["number"]) * times * 1024 ** ("KMGT".index(found["unit"].upper() or "M") + 1)
-        if asked < (needed := sum(needs.values())):
-            parts = ", ".join(f"{size / 2**30:,.0f} for {what}" for what, size in needs.items() if size)
+        if asked < sum(needs.values()):
             raise ConfigError(
                 f"--sbatch: got {option}, {asked / 2**30:,.0f} GiB of a node's memory, but this run needs at least "
-                f"{needed / 2**30:,.0f}: {parts}; ask for more, or for a node's whole memory with --mem=0"
+                f"{listed(needs)}; ask for more, or for a node's whole memory with --mem=0"
             )
 
 

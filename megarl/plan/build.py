@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from megarl.cluster.object_store import object_store
 from megarl.cluster.placement import NodeGroup, ProcessSlot, plan_placement, with_judge_servers
 from megarl.cluster.roles import by_layout, model_key
 from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, sent_spec
@@ -27,6 +28,7 @@ from megarl.config.schema import Config, LayoutConfig
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.device.platform import assuming, platform
+from megarl.host.memory import host_memory, listed
 from megarl.host.streams import print_lines
 from megarl.plan.derive import smallest_device
 from megarl.plan.devices import checkpoint_host_bytes, plan_devices
@@ -71,7 +73,7 @@ def print_plan(
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
     device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
-    plan = plan_run(config, device_bytes=device_bytes)
+    plan = plan_run(config, device_bytes=device_bytes, host_bytes=host_memory() if device_gib is None else None)
     if device_bytes is not None:
         plan = replace(plan, seconds=forecast(config, device_bytes))
     if as_json:
@@ -80,14 +82,25 @@ def print_plan(
         print_lines(*to_text(plan).split("\n"))
 
 
-def plan_run(config: Config, *, device_bytes: int | None = None, with_data: bool = True) -> RunPlan:
+def plan_run(
+    config: Config, *, device_bytes: int | None = None, host_bytes: int | None = None, with_data: bool = True
+) -> RunPlan:
     """Check a configuration as a run would, and make the plan that a dry run shows. Raises ConfigError.
 
     device_bytes: memory of a GPU, on which the run is then planned, whatever this machine is; without it the KV cache
-    has no size in the plan if vLLM chooses it. with_data: whether to read data that are there.
+    has no size in the plan if vLLM chooses it. host_bytes: memory of a node, where that is known. with_data: whether to
+    read data that are there.
     """
     with nullcontext() if device_bytes is None else assuming("cuda"):
-        return _plan(size_run(config, device_bytes), device_bytes, with_data=with_data)
+        plan = _plan(size_run(config, device_bytes), device_bytes, with_data=with_data)
+        needs = host_needs(config, plan.engine, plan.devices, plan.nodes)
+    if host_bytes is None or sum(needs.values()) <= host_bytes:
+        return plan
+    said = (
+        f"host memory: a node needs at least {listed(needs)}, but this host has {host_bytes / 2**30:,.0f}; use more "
+        "nodes or a smaller model, or plan for other devices with --device-gib"
+    )
+    return replace(plan, warnings=(*plan.warnings, said))
 
 
 def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
@@ -217,6 +230,23 @@ def plan_nodes(
                 )
             )
     return tuple(nodes)
+
+
+def host_needs(
+    config: Config, engine: EnginePlan, devices: Sequence[DevicePlan], nodes: Sequence[NodePlan]
+) -> dict[str, int]:
+    """Count the least bytes of memory of the fullest node, besides that of its GPUs, by what needs them."""
+    fullest, held = max(nodes, key=lambda node: (node.offloaded, len(node.ranks))), {}
+    if platform().name == "cpu":
+        peaks = {device: max(phase.total for phase in x.phases.values()) for x in devices for device in x.devices}
+        held["ranks, and engines beside them"] = sum(peaks[rank] for rank in fullest.ranks)
+    store = object_store(config, room=1 << 60)
+    return {
+        **held,
+        "the offloaded trainer": fullest.offloaded,
+        "a checkpoint in the making": fullest.portable_checkpoint if config.checkpoint.portable else fullest.checkpoint,
+        "Ray's object store": store.value << 20 if store and isinstance(store.value, int) else 0,
+    }
 
 
 def _numbers_on(name: str, group: NodeGroup, node: int, slots: Sequence[ProcessSlot]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.host.reading import RESTORE, read_object
+from megarl.host.streams import print_lines
 from megarl.record.checkpoints import (
     Checkpoint,
     Command,
@@ -105,6 +106,7 @@ def find_checkpoint(
                 f"{paths.root} holds a finished run without a checkpoint, which --resume would replace; "
                 f"choose another run.name, or pass --overwrite"
             )
+        print_lines(f"no checkpoint in {paths.checkpoints}: the run starts from its first step")
         return None
     if checkpoint.state.command != command:
         raise ConfigError(

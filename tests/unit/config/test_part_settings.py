@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from megarl.config.explain import explain
 from megarl.config.load import PACKAGED, dump, load_config, with_overrides
 from megarl.config.part_settings import BESIDE, use_plugins_of, value_of
 from megarl.config.plugins import activate, active_plugins, registrations
@@ -24,7 +25,7 @@ from megarl.config.setting import POSITIVE, setting
 
 @dataclass(frozen=True)
 class Own:
-    width: float = setting(0.2, POSITIVE)
+    width: float = setting(0.2, POSITIVE)  # How far.
     kinds: tuple[str, ...] = ()
     odd: list[float] | None = None
 
@@ -167,3 +168,17 @@ def test_two_parts_with_settings_do_not_share_a_name(plugin: str, tmp_path: Path
 
 def test_settings_may_stand_beside_what_chooses_a_part() -> None:
     assert all(isinstance(value_of(Config(), key), str) for key in BESIDE)
+
+
+def test_explain_says_what_a_part_declares(plugin: str) -> None:
+    """Beside its name and below `algo.settings`, with the comment above or beside it."""
+    config = with_overrides(Config(), [plugin, _WIDE, "algo.policy_loss.width=0.5"])
+    said = ["  How far.", "  expects  a finite float; > 0", "  default  0.2", "  here     0.5"]
+    assert explain("algo.policy_loss.width", config).splitlines() == ["algo.policy_loss.width", *said]
+    assert explain("algo.settings.wide.width", config).splitlines()[1:] == said
+    assert explain("algo.settings.picky.width", config).endswith("here     0.2")
+    assert ["algo.policy_loss.width", "How", "far."] in [
+        *map(str.split, explain("algo.policy_loss", config).splitlines())
+    ]
+    with pytest.raises(ConfigError, match=r"unknown key 'algo\.policy_loss\.width'"):
+        explain("algo.policy_loss.width", Config())

@@ -8,6 +8,7 @@ from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.forecast.search import find_layouts
 from megarl.forecast.step import planned_step, planned_stop
+from megarl.plan.build import plan_run
 from tests.unit.forecast.test_plan_layouts import run_file, search_for
 
 REPOSITORY = Path(__file__).parents[3]
@@ -27,9 +28,14 @@ def test_what_a_run_would_refuse_has_no_forecast(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_weights_main_parameters_and_moments() -> None:
     """14 bytes of each parameter (32.76e9 of Qwen3-32B), written by four nodes at 1 GB/s."""
     overrides = ["placement.trainer.num_nodes=4"]
-    stop = planned_stop(load_config(REPOSITORY / "configs" / "run" / "gsm8k-qwen3-32b.yaml", overrides))
+    config = load_config(REPOSITORY / "configs" / "run" / "gsm8k-qwen3-32b.yaml", overrides)
+    stop = planned_stop(config)
     assert stop.checkpoint == pytest.approx(14 * 32.762e9 / 4e9, rel=1e-3)
     assert 0 < stop.uncut < stop.step
     # Eight ranks of a node have a sixteenth of the weights each (2 bytes), and half of that of the optimizer (12).
     for what in ("the offloaded trainer", "a checkpoint in the making"):
         assert stop.host[what] == pytest.approx(8 * (2 / 16 + 12 / 32) * 32.762e9, rel=1e-2)
+    # These are 122.05 GiB each.
+    for host_gib, warned in ((200, ["122 for the offloaded trainer, 122 for a checkpoint in the making"]), (300, [])):
+        plan = plan_run(config, device_bytes=80 << 30, host_bytes=host_gib << 30, with_data=False)
+        assert [each for text in plan.warnings for each in warned or ["host memory"] if each in text] == warned

@@ -67,7 +67,7 @@ def test_less_memory_than_a_node_needs_is_refused(option: str, refused: str | No
     stop = StopForecast(step=1.0, uncut=1.0, checkpoint=1.0, host=host)
     request = replace(REQUEST, nodes=replace(REQUEST.nodes, sbatch_options=(option,)), forecast=lambda _: stop)
     said = (
-        f"^--sbatch: got {option}, {refused} of a node's memory, but this run needs at least 128: 100 for the "
+        f"^--sbatch: got {option}, {refused} of a node's memory, but this run needs at least 128 GiB: 100 for the "
         "offloaded trainer, 28 for a checkpoint in the making; ask for more"
     )
     with pytest.raises(ConfigError, match=said) if refused else contextlib.nullcontext():

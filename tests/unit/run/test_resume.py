@@ -16,7 +16,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import RunState, checkpoint_dir, mark_complete
 from megarl.record.inputs import RunInputs
-from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
+from megarl.record.metrics import JsonlSink, MetricsRecord, RunPaths, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
 from megarl.run.resume import (
     CONTINUABLE,
@@ -396,3 +396,10 @@ def test_a_longer_run_is_told_the_jump_of_its_learning_rate(tmp_path: Path) -> N
     assert not any("learning rate" in note for note in resume_notes(found, lasting(100), RunInputs({})))
     (note,) = [n for n in resume_notes(found, lasting(100, schedule="constant"), RunInputs({})) if "learning rate" in n]
     assert note.endswith(": 0.000247 → 1")
+
+
+def test_a_run_without_a_checkpoint_says_that_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config(tmp_path)
+    assert find_checkpoint(run, "train") is None
+    place = RunPaths.of(run.run).checkpoints
+    assert capsys.readouterr().out == f"no checkpoint in {place}: the run starts from its first step\n"
