@@ -35,7 +35,8 @@ def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role
     if isinstance(value, str):
         value = read_turns(value, f"{where}: {name}")
     if text_role and isinstance(value, str):
-        require_text(value, f"{where}: {name}")
+        if value.startswith("["):
+            require_text(value, f"{where}: {name}")
         return (Message(role=text_role, content=value),)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__

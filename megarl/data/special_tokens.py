@@ -53,7 +53,7 @@ class SpelledSpecialTokens:
 
         Raises DataError if the chat template does not write all of them; for `whole` see `RoleCheck.require`.
         """
-        for chat in (messages, rejected) if rejected else (messages,):
+        for chat in (messages, rejected) if whole and rejected else (messages,):
             self._roles.require(chat, where, whole=whole)
         for number, message in enumerate((*messages, *rejected[-1:])):
             for found in self._marks.finditer(message.content):
