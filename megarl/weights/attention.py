@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,6 @@ def read_local_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     types = config.get("layer_types") or [
         FULL if layer < first or (pattern and (layer + 1) % pattern == 0) else SLIDING for layer in layers
     ]
-    if len(types) != len(layers) or not {*types} <= {FULL, SLIDING}:
-        raise ConfigError(
-            f"config.json: layer_types: got {types}, expected {FULL} or {SLIDING} for each of {len(layers)} layers; "
-            "copy the model's config.json again"
-        )
     return tuple(kind == SLIDING for kind in types)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.weights.attention import read_rotary_fraction, read_windows
+from megarl.weights.attention import FULL, LINEAR, read_rotary_fraction, read_windows
 from megarl.weights.tables import Family, Layers
 
 
@@ -215,16 +215,14 @@ def _read_delta(config: Mapping[str, Any]) -> DeltaNet | None:
         return None
     num_layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
     # Published files give the interval, transformers lists the layers.
-    pattern = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+    pattern = [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
     return DeltaNet(
         num_key_heads=config["linear_num_key_heads"],
         num_value_heads=config["linear_num_value_heads"],
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         conv_width=config["linear_conv_kernel_dim"],
-        layers=frozenset(
-            i for i, kind in enumerate(config.get("layer_types") or pattern) if kind == "linear_attention"
-        ),
+        layers=frozenset(i for i, kind in enumerate(config.get("layer_types") or pattern) if kind == LINEAR),
     )
 
 

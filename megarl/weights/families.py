@@ -13,6 +13,7 @@ from megarl.errors import ConfigError
 from megarl.host.reading import MODEL_REMEDY, read_object, require_file
 from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
 from megarl.weights.dims import Dims, Experts, read_dims
+from megarl.weights.layer_lists import check_layer_lists
 from megarl.weights.multipliers import MULTIPLIER_KEYS, Multipliers, read_multipliers
 from megarl.weights.rope import (
     LATENT_ROPE_TYPES,
@@ -233,6 +234,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
             # Where both have a value, such as whether embeddings are tied, the larger model's counts.
             config = {**config[family.section], **config}
         config = {**family.defaults, **config}
+        check_layer_lists(file, family, config)
         _require_described(file, family, config, quantized)
         rope = {"rope_theta": config.get("rope_theta", 10000.0)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.weights.attention import FULL, SLIDING
+from megarl.weights.attention import FULL, LINEAR, SLIDING
 from megarl.weights.dims import read_expert_layers
 from megarl.weights.rules import Family
 
@@ -94,24 +94,28 @@ def _pairs_of_layers(family: Family, config: Mapping[str, Any]) -> _Pairs:
     windowed = "sliding_window" in family.defaults and config.get("sliding_window")
     described = (
         # Not max_window_layers: beside other layer_types, transformers writes its default.
-        ("layer_types", "full_attention_interval", lambda n, every: "linear_attention" if n % every else FULL),
+        ("layer_types", "full_attention_interval", lambda n, every: LINEAR if n % every else FULL),
         # Not `_sliding_window_pattern`: transformers writes its default beside any list.
         *(
             [("layer_types", "sliding_window_pattern", lambda n, every: SLIDING if n % every else FULL)]
             if windowed and config.get("use_sliding_window", True)
             else []
         ),
-        ("mlp_layer_types", "first_k_dense_replace", lambda n, first: "sparse" if n > first else "dense"),
     )
     for key, name, kind_of in described:
         if (number := config.get(name)) is not None:
             for layer, kind in enumerate(config.get(key) or ()):
                 yield f"{key}[{layer}]", kind, f"{name}={number}", kind_of(layer + 1, number)
+    if not family.expert_ffn_key:
+        return
+    whole = {**family.defaults, **config}
+    layers, first = range(whole["num_hidden_layers"]), whole.get("first_k_dense_replace", 0)
+    stated = {"mlp_layer_types": [kind == "sparse" for kind in config.get("mlp_layer_types") or ()]}
     # Engines of DeepSeek's kind read it, besides first_k_dense_replace; trainers do not.
-    if family.expert_ffn_key and (freq := config.get("moe_layer_freq")) is not None:
-        whole = {**family.defaults, **config}
-        layers, first = range(whole["num_hidden_layers"]), whole.get("first_k_dense_replace", 0)
-        stated = freq if isinstance(freq, list) else [freq > 0 and n >= first and n % freq == 0 for n in layers]
-        with_experts = [layer for layer, has in enumerate(stated) if has]
-        name = f"layers with experts by moe_layer_freq={freq}"
-        yield name, with_experts, "the file's other keys", [*read_expert_layers(whole)]
+    if (freq := config.get("moe_layer_freq")) is not None:
+        every = [freq > 0 and n >= first and n % freq == 0 for n in layers] if isinstance(freq, int) else freq
+        stated[f"moe_layer_freq={freq}"] = every
+    others = [*read_expert_layers({**whole, "mlp_layer_types": None})]
+    for name, has_experts in stated.items():
+        found = [layer for layer, has in enumerate(has_experts) if has] if has_experts else None
+        yield f"layers with experts by {name}", found, "the file's other keys", others

@@ -127,7 +127,7 @@ MOST_LINES = {
     "sync": 3100,
     "train": 4650,
     "types": 1910,
-    "weights": 4059,
+    "weights": 4105,
     "megarl_answers": 2910,
     "megarl_lab": 12950,
     "megarl_sandbox": 3250,

@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -897,11 +898,43 @@ def test_options_are_refused_where_models_have_none(tmp_path: Path) -> None:
         message = rf"config\.json: {key}: got .*but llama models have no such option; remove the key"
         with pytest.raises(ConfigError, match=message):
             read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | changes))
-    unknown = {"sliding_window": 4096, "layer_types": ["chunked_attention"] * 32}
-    with pytest.raises(
-        ConfigError, match=r"layer_types: got \['chunked_attention'.*expected full_attention or sliding"
-    ):
-        read_model_spec(write_config(tmp_path, MISTRAL_7B_V03 | unknown))
+
+
+SPARSE, FULL = ["sparse"] * 61, "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "right", "wrong", "expected"),
+    [
+        (QWEN3_0_6B, "layer_types", [FULL] * 28, ["linear_attention"] + [FULL] * 27, FULL),
+        (QWEN3_0_6B, "layer_types", None, [FULL] * 29, "num_hidden_layers=28"),
+        (QWEN3_0_6B, "layer_types", None, [], "num_hidden_layers=28"),
+        (QWEN3_0_6B, "layer_types", None, FULL, "num_hidden_layers=28"),
+        (QWEN3_0_6B, "layer_types", None, ["sliding_attention"] * 28, FULL),
+        (MISTRAL_7B_V03, "layer_types", ["sliding_attention"] * 32, ["chunked_attention"] * 32, "or sliding_attention"),
+        (LLAMA_3_1_8B, "layer_types", [FULL] * 32, [FULL] * 31 + [{}], FULL),
+        (LLAMA_3_1_8B, "layers_block_type", ["attention"] * 32, ["mamba"] * 32, "attention or full_attention"),
+        (LLAMA_3_1_8B, "no_rope_layers", [1] * 32, [1, 1, 1, 0] * 8, "1"),
+        (LLAMA_3_1_8B, "mlp_layer_types", ["dense"] * 32, ["sparse"] * 32, "dense"),
+        (LLAMA_3_1_8B, "kv_shared_layers", [], [7], "none"),
+        (QWEN3_NEXT_80B, "layer_types", None, (["linear_attention"] * 3 + [FULL]) * 11, "num_hidden_layers=48"),
+        (without(QWEN3_NEXT_80B, "full_attention_interval"), "layer_types", None, ["sliding_attention"] * 48,
+         f"{FULL} or linear_attention"),
+        (QWEN3_30B_A3B, "mlp_only_layers", [0, 47], [48], "none"),
+        (QWEN3_30B_A3B, "mlp_layer_types", ["sparse"] * 48, ["dense"] + ["sparse"] * 47, "different ones"),
+        (MIXTRAL_8X7B, "mlp_only_layers", [], [3], "none"),
+        (MIXTRAL_8X7B, "moe_layer_freq", [1] * 32, [0] + [1] * 31, "different ones"),
+        (PUBLISHED["minimax_m2"], "attn_type_list", [1] * 62, [1] * 61 + [0], "1"),
+        (DEEPSEEK_V3, "mlp_layer_types", ["dense"] * 3 + SPARSE[3:], ["dense"] * 4 + SPARSE[4:], "different ones"),
+        (DEEPSEEK_V3, "mlp_layer_types", None, ["dense"] * 3 + SPARSE, "different ones"),
+    ],
+)  # fmt: skip
+def test_lists_over_layers_have_one_that_the_family_builds_for_each(
+    config: dict[str, Any], key: str, right: object, wrong: object, expected: str, tmp_path: Path
+) -> None:
+    read_model_spec(write_config(tmp_path, config | {key: right}))
+    with pytest.raises(ConfigError, match=rf"{key}.*(expected|read) .*{re.escape(expected)}"):
+        read_model_spec(write_config(tmp_path, config | {key: wrong}))
 
 
 def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
