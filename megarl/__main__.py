@@ -3,6 +3,11 @@
 import os
 import sys
 
+if sys.version_info < (3, 11):  # noqa: UP036 - a Python that is older may well find this file
+    raise SystemExit(
+        f"error: {sys.executable} is Python {sys.version.split()[0]}, but megarl needs 3.11 or later; use the Python "
+        "of the environment in which megarl is installed, such as .venv/bin/python after `make install`"
+    )
 if sys.path[0] == (here := os.getcwd()):
     # As in `search_here_last`, but before anything else is imported. Python has looked there itself until now.
     sys.path.append(sys.path.pop(0))

@@ -13,6 +13,7 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments.calls import THREADS
 from megarl.errors import ConfigError
 from megarl.host.child_environment import child_environment
+from megarl.host.clock import MOST_S, awake_s
 from megarl.host.masking import masked
 from megarl.host.reading import require_file
 from megarl.host.user_code import run_file, told
@@ -222,7 +223,9 @@ class Maker:
             return self()
 
         pending = THREADS.submit(lambda: asyncio.run(make()))
-        wait([pending], self.timeout_s)
+        deadline = awake_s() + self.timeout_s
+        while not pending.done() and (left_s := deadline - awake_s()) > 0:
+            wait([pending], min(MOST_S, left_s))
         if not pending.done():
             pending.cancel()
             raise ConfigError(

@@ -25,6 +25,8 @@ from megarl.config.schema import Config
 from megarl.environments.base import is_rehearsed
 from megarl.environments.rehearsal import Schemas
 from megarl.errors import ConfigError
+from megarl.host.child_environment import without_proxy_here
+from megarl.host.clock import awake_s
 from megarl.host.reading import read_object
 from megarl.host.streams import print_lines
 from megarl.host.user_code import place_in
@@ -33,6 +35,8 @@ from megarl.types import Prompt
 
 # Importing torch takes long on a busy machine, which is not the fault of the user's code.
 START_S = 600.0
+# How often to look at a trial, and how long one that is late may take to print where it is.
+_LOOK_S, _FATAL_S = 0.1, 10.0
 _MOST_PRINTED, _TAIL_BYTES = 1_000_000, 1 << 20
 _ROOT = str(Path(__file__).parents[2])
 _BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from megarl.train.rehearsed import main; main()"
@@ -142,16 +146,24 @@ def try_out(trial: Trial) -> Findings:
             stderr=subprocess.STDOUT,
             pass_fds=[told.fileno()],
             start_new_session=True,
+            # As in the processes of a run.
+            env=os.environ | without_proxy_here(),
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        printed = _Printed(process.stdout)
+        printed, began, is_late = _Printed(process.stdout), awake_s(), False
         try:
-            with process.stdin as request:
+            with contextlib.suppress(BrokenPipeError), process.stdin as request:
                 pickle.dump((sys.path, trial), request)
-            process.wait(START_S + (trial.config.run.rehearsal_s or START_S))
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            pass
+            limit_s, is_tried = START_S, False
+            while process.poll() is None and not is_late:
+                if not is_tried and os.fstat(told.fileno()).st_size:
+                    is_tried, began, limit_s = True, awake_s(), trial.config.run.rehearsal_s or START_S
+                if is_late := awake_s() - began > limit_s:
+                    # Python then prints where it is, whatever holds it up.
+                    process.send_signal(signal.SIGABRT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_FATAL_S if is_late else _LOOK_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -164,7 +176,8 @@ def try_out(trial: Trial) -> Findings:
     files = {file: known for each in lines for file, known in each.get("files", {}).items()}
     tools = {name: schemas for each in lines for name, schemas in each.get("tools", {}).items()}
     if {"is_done": True} not in lines:
-        mistakes.append(_death(trial, tried[-1] if tried else "the trial of users' code", process.returncode, printed))
+        about = tried[-1] if tried else "the trial of users' code"
+        mistakes.append(_death(trial, about, None if is_late else process.returncode, printed))
     if printed.num_bytes > _MOST_PRINTED:
         size, last = f"{printed.num_bytes / 1e6:.1f} MB", printed.text.strip()[-80:]
         print_lines(
@@ -194,13 +207,13 @@ class _Printed(threading.Thread):
         return self._tail.decode(errors="replace")
 
 
-def _death(trial: Trial, about: str, code: int, printed: _Printed) -> str:
-    """Say how a trial's process ended that did not come to its end."""
+def _death(trial: Trial, about: str, code: int | None, printed: _Printed) -> str:
+    """Say how a trial's process ended that did not come to its end. code: None if it was late."""
     # The stack of a process that dies has the innermost frame first.
     place = place_in("\n".join(reversed(printed.text.splitlines())))
     at = f", at {place}" if place else ""
-    if "Timeout (" in printed.text:
-        limit = f"{trial.config.run.rehearsal_s:g} s"
+    if code is None:
+        limit = f"{trial.config.run.rehearsal_s or START_S:g} s"
         return f"{about}: has not returned within run.rehearsal_s={limit}{at}; look into what it waits for, or {REMEDY}"
     if code < 0:
         return f"{about}: ended its process by {signal.Signals(-code).name}{at}; correct it"

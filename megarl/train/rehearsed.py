@@ -20,6 +20,7 @@ import psutil
 from megarl.config.part_settings import chosen_by, use_plugins_of, value_of
 from megarl.config.plugins import registrations
 from megarl.errors import RehearsalError
+from megarl.host.clock import AwakeLoop
 from megarl.host.user_code import is_users_file, place_of, told
 from megarl.types import Message, Prompt
 
@@ -127,7 +128,8 @@ def try_episodes(trial: "Trial", teller: Teller) -> None:
             makers = open_environments(cfg, [prompt.environment])
         for name, maker in makers.items():
             with teller.trying(f"environment {name!r}", getattr(maker.factory, "reply", maker.factory)):
-                tools = asyncio.run(play(maker, prompt, max_turns=cfg.max_turns, reply_s=cfg.reply_timeout_s))
+                with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+                    tools = runner.run(play(maker, prompt, max_turns=cfg.max_turns, reply_s=cfg.reply_timeout_s))
                 teller.tell(tools={name: json.loads(json.dumps(list(tools), default=str))})
 
 
@@ -207,7 +209,8 @@ def _play(factory: UsersObject, key: str) -> None:
     from megarl.environments.rehearsal import play
 
     maker = Maker(factory=factory, arguments={}, process_environment=dict(os.environ), key=key, timeout_s=_LIMIT_S)
-    asyncio.run(play(maker, made_up_prompt(key), max_turns=8, reply_s=_LIMIT_S))
+    with asyncio.Runner(loop_factory=AwakeLoop) as runner:
+        runner.run(play(maker, made_up_prompt(key), max_turns=8, reply_s=_LIMIT_S))
 
 
 def _play_agent(trial: "Trial", teller: Teller, name: str, agent: UsersObject) -> None:
@@ -266,8 +269,6 @@ def main() -> None:
     # The output of users' code may be caught.
     errors = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
     faulthandler.enable(errors)
-    if trial.config.run.rehearsal_s is not None:
-        faulthandler.dump_traceback_later(trial.config.run.rehearsal_s, exit=True, file=errors)
     for kind in KINDS:
         kind(trial, teller)
     if children := psutil.Process().children():

@@ -1,6 +1,7 @@
 """What a shell would have expanded is expanded in run files, overrides and arguments, and nothing else."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,9 @@ def test_as_a_module() -> None:
     assert done.returncode == 1
     assert "cannot run megarl: No module named" in done.stderr
     assert "; use the Python of the environment in which megarl is installed" in done.stderr
+    bare[-3] = f"import sys; sys.version_info = (3, 10, 13); {program}"
+    done = subprocess.run(bare, capture_output=True, text=True, check=False, env={"PATH": ""})
+    assert re.match(r"error: \S+ is Python \S+, but megarl needs 3.11 or later; use the Python of", done.stderr)
 
 
 def test_as_a_module_where_a_file_has_the_name_of_pythons_own(tmp_path: Path) -> None:
