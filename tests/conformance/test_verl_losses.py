@@ -11,6 +11,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig as VerlPolicyLossConfig
 
+import megarl.algos.off_policy_losses  # noqa: F401 - registers losses
 from megarl.algos.aggregation import AGGREGATIONS, RowCounts, global_denominator
 from megarl.algos.covariance import choose_tokens, token_covariance
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
@@ -187,6 +188,30 @@ def test_ratios_beyond_the_clamp(name: str, verl_name: str, distance: float) -> 
     ]
     for mine, peers in zip(*answers, strict=True):
         assert_close(mine, peers, FLOAT64)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
+@pytest.mark.parametrize(("low", "high"), [(0.05, 0.05), (0.02, 0.1)])
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dppo(seed: int, name: str, low: float, high: float, aggregation: str) -> None:
+    """Gradients: verl's loss is −A·sg(r)·lp where ours is −A·r. Its truncation of ratios is switched off."""
+    batch = random_batch(seed, holes=True)
+    # Log-probs of probabilities, of which both take the difference to 1.
+    batch = replace(batch, logprobs=batch.logprobs - 0.01, old_logprobs=batch.old_logprobs.clamp(max=-0.01))
+    cfg = PolicyLossConfig(name=name, clip_low=low, clip_high=high, dual_clip=1e12)
+    theirs = verl_policy_loss(name, batch, cfg, aggregation)
+    (_, ours), (_, peers) = (
+        value_and_gradient(loss, batch.logprobs)
+        for loss in (
+            lambda lp: our_policy_loss(batch, lp, cfg, AGGREGATION_NAMES[aggregation]),
+            lambda lp: theirs(lp)[0],
+        )
+    )
+    assert_close(ours, peers, COUNT_EPS)
+    at_tokens = ours[batch.mask] == 0
+    assert at_tokens.any()
+    assert not at_tokens.all()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
