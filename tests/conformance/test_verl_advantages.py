@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -246,3 +246,29 @@ def test_kl_controllers(name: str) -> None:
         coefs.append((state.kl_coef, theirs.value))
     assert_close(*torch.tensor(coefs, dtype=torch.float64).T, FLOAT64)
     assert (len({ours for ours, _ in coefs}) > 1) == (name == "adaptive")
+
+
+@pytest.mark.parametrize("weight_cap", [None, 1.5])
+@pytest.mark.parametrize("places", ["response", "loss"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_otb(seed: int, places: Literal["response", "loss"], weight_cap: float | None) -> None:
+    """Rows with holes have places among loss tokens alone: verl has a second function for these."""
+    batch = random_batch(seed, holes=places == "loss")
+    old = batch.old_logprobs.clamp(max=-0.01)
+    # Σ p² is at least the label's p², and at most that and (1 − p)².
+    squares = old.exp().square() + batch.values.sigmoid() * (1 - old.exp()).square()
+    cfg = AdvantageConfig(estimator="otb", places=places, weight_cap=weight_cap)
+    scored = batch.scored(old_logprobs=old, old_squares=squares, rollout_logprobs=batch.rollout_logprobs)
+    ours = compute_advantages(scored, cfg).advantages
+    weights = None if weight_cap is None else (old - batch.rollout_logprobs).exp().clamp(max=weight_cap)
+    names = {"response": "optimal_token_baseline", "loss": "tir_optimal_token_baseline"}
+    theirs = verl_advantages(
+        core_algos.get_adv_estimator_fn(names[places]),
+        batch,
+        old_log_probs=old,
+        sum_pi_squared=squares,
+        rollout_is_weights=weights,
+        handle_zero_tail=True,
+    )
+    assert_close(ours, theirs, FLOAT64)
+    assert not torch.allclose(ours, batch.rewards[:, None] * batch.mask)

@@ -234,3 +234,28 @@ def test_what_beside_the_policy_itself_is_allowed() -> None:
     for loss in (KEPT, replace(CENTERED, compared_with="trainer")):
         algorithm_of(Config(algo=AlgoConfig(policy_loss=loss)))
         algorithm_of(Config(algo=AlgoConfig(policy_loss=loss, correction=CorrectionConfig(name="tis_upper"))))
+
+
+def verl_correction(lp: Tensor, lq: Tensor, weight: str, low: float, high: float) -> Tensor:
+    """Σ_H sg(q·w − α·p)·log p as `score_centering_correction` of a fork of verl has it (verl/trainer/ppo, 2026), in its
+    terms: rho is what is left of q over what is left of p, and w a function of the exponentiated ratio."""
+
+    def weigh(ratio: Tensor) -> Tensor:
+        if weight == "none":
+            return torch.ones_like(ratio)
+        return ratio.clamp(low, high) if weight == "tis" else ratio * ((ratio >= low) & (ratio <= high))
+
+    p, q = lp.detach().exp(), lq.exp()
+    rho = (1 - q.sum(-1)).clamp_min(1e-6) / (1 - p.sum(-1)).clamp_min(1e-6)
+    alpha = rho * weigh(1 / rho)
+    return ((q * weigh((lp.detach() - lq).exp()) - alpha[:, None] * p) * lp).sum(-1)
+
+
+@pytest.mark.parametrize(("weight", "low", "high"), RULES)
+def test_the_correction_of_public_code(weight: str, low: float | None, high: float | None) -> None:
+    for seed in range(20):
+        logits, q = random_pair(seed)
+        rule = Centering.of(config(weight, low, high))
+        x = head(logits, q, 5)
+        theirs = verl_correction(x.log_p, x.log_q, weight, rule.low, rule.high)
+        torch.testing.assert_close(rule.value(x, rule.slopes(x)), theirs, rtol=1e-11, atol=1e-13)
