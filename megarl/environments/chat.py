@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl.data.thoughts import split_thought
 from megarl.environments.base import Action, TokenCounter
-from megarl.environments.parsers import Parser
+from megarl.environments.parsers import Parser, read_calls
 from megarl.host.unicode import readable
 from megarl.types import Message
 
@@ -183,7 +183,9 @@ class Chat:
 
     def _choice(self, asked: _Request, index: int, action: Action) -> dict[str, Any]:
         """Return a turn of the policy as a choice of a completion, and remember what it answered."""
-        calls = list(self._parse(action.text)) if self._parse and asked.may_call and not action.is_cut else []
+        calls = []
+        if self._parse and asked.may_call and not action.is_cut:
+            calls = read_calls(self._parse, action.text, lambda: asked.tools)
         try:
             functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
         except (ValueError, RecursionError):

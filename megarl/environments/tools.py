@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.environments.base import ENVIRONMENTS, MOST_REPLY_CHARS, Action, Environment, Reply, load_object
 from megarl.environments.calls import LateError, attempt, contained, describe, in_thread, message_of
-from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser
+from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser, read_calls
 from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
 
@@ -46,9 +46,9 @@ class ToolEnvironment(Environment):
 
         tools: functions, or their names as MODULE:FUNCTION or FILE.py:FUNCTION; async ones are awaited, others run in a
         thread. side_by_side: names of tools whose calls in one turn need not wait for one another, as all others do.
-        parser: how calls are written, `hermes`, `llama` or `python`. patterns: instead of a parser, for each tool a
-        regular expression that a whole turn matches. in_prompt: whether the chat template tells the policy of
-        the tools. timeout_s: of a call. max_result_chars: longer results are cut in the middle.
+        parser: how calls are written, a name in PARSERS. patterns: instead of a parser, for each tool a regular
+        expression that a whole turn matches. in_prompt: whether the chat template tells the policy of the tools.
+        timeout_s: of a call. max_result_chars: longer results are cut in the middle.
         """
         self._functions = {f.__name__: f for f in (load_object(t, KEY) if isinstance(t, str) else t for t in tools)}
         self._side_by_side = set(side_by_side)
@@ -77,7 +77,7 @@ class ToolEnvironment(Environment):
         return schemas
 
     async def reply(self, action: Action) -> Reply:
-        calls = [] if action.is_cut else self._parse(action.text)
+        calls = [] if action.is_cut else read_calls(self._parse, action.text, lambda: self.tools)
         if not calls:
             return self.answer(action)
         if len(calls) > MOST_CALLS:

@@ -10,7 +10,7 @@ import pytest
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Reply, ToolEnvironment, tools_of
 from megarl.environments.games import Calculator, GuessingGame
-from megarl.environments.parsers import PARSERS
+from megarl.environments.parsers import PARSERS, read_calls
 from megarl.errors import ConfigError
 from megarl.types import Prompt
 
@@ -38,6 +38,10 @@ def nap(seconds: float) -> str:
 
 def shout() -> str:
     return "a" * 50 + "b" * 50
+
+
+def tagged(text: str) -> str:
+    return f"<tool_call>{text}</tool_call>"
 
 
 def call(name: str, arguments: str) -> str:
@@ -135,6 +139,17 @@ def test_what_goes_wrong_in_a_tool_is_said_to_the_policy(text: str, said: str) -
         ),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
         ("llama", 'I call {"name": "f"}', []),
+        ("qwen3_coder", tagged("<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"), [("f", {"a": "1"})]),
+        ("qwen3_coder", tagged("<function=f>") + tagged("<function=g></function>"), [("", {}), ("g", {})]),
+        (
+            "qwen3_coder",
+            tagged("<function=f><parameter=a>\nx < y\n\n</parameter><parameter=b></parameter></function>"),
+            [("f", {"a": "x < y\n", "b": ""})],
+        ),
+        ("qwen3_coder", tagged("<function=f>some words</function>"), [("", {})]),
+        ("glm", tagged("f\n<arg_key>a</arg_key>\n<arg_value>[1]</arg_value>\n"), [("f", {"a": "[1]"})]),
+        ("glm", tagged("f"), [("f", {})]),
+        ("glm", tagged("f <arg_key>a</arg_key>"), [("", {})]),
         (
             "python",
             "```python\nprint(1)\n```\nand\n```py\nx\n```",
@@ -147,11 +162,41 @@ def test_parsers_read_the_forms_of_their_families(parser: str, text: str, found:
     assert [(each.name, each.arguments) for each in PARSERS.get(parser)(text)] == found
 
 
+TYPES = {"n": "integer", "x": "number", "on": "boolean", "many": "array", "text": "string", "odd": "integer"}
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm"])
+def test_arguments_that_are_texts_get_the_types_of_the_schema(parser: str) -> None:
+    written = {"n": "3", "x": "0.5", "on": "true", "many": '["a"]', "text": "7", "odd": "three", "unknown": "4"}
+    parts = {
+        "qwen3_coder": "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in written.items()),
+        "glm": "".join(f"<arg_key>{n}</arg_key>\n<arg_value>{v}</arg_value>\n" for n, v in written.items()),
+    }[parser]
+    text = tagged(f"<function=f>\n{parts}</function>" if parser == "qwen3_coder" else f"f\n{parts}")
+    properties = {name: {"type": kind} for name, kind in TYPES.items()}
+    properties["text"] = {"anyOf": [{"type": "string"}, {"type": "integer"}]}  # type: ignore[dict-item]
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    (found,) = read_calls(PARSERS.get(parser), text, lambda: [schema])
+    assert found.source == text
+    read = {"n": 3, "x": 0.5, "on": True, "many": ["a"], "text": "7", "odd": "three", "unknown": "4"}
+    assert found.arguments == read
+    assert {name: type(value) for name, value in found.arguments.items()} == {n: type(v) for n, v in read.items()}
+
+
+def test_a_long_turn_of_tags_is_read_once() -> None:
+    """Patterns that try every pair of a million marks would not be done before this test's limit."""
+    for mark in ("<arg_key>", "<parameter=a>", " ", "<function=f>", "</parameter>", "f <arg_key>a</arg_key>"):
+        for parser in ("qwen3_coder", "glm"):
+            (found,) = PARSERS.get(parser)(tagged(f"<function=f>{mark * (1_000_000 // len(mark))}"))
+            assert found.error
+
+
 # Pieces of turns that policies write, each in the middle of another.
 PIECES = (
     "<tool_call>", "</tool_call>", "```python\n", "```py", "```", "\n", " " * 40, '{"name": ', '"add"', '"\\ud83d"',
     ', "arguments": ', ', "parameters": ', '{"a": 1, "b": 2}', '{"a":' * 3000, "[" * 3000, "1" * 5000, "NaN", "null",
     "-Infinity", "1e999", "}", "]", ";", '"', "\\", "'", "<|python_tag|>", "\x00", "\u2028", "\ud83d", "\U0001f600",
+    "<function=add>", "</function>", "<parameter=a>", "</parameter>", "add", "<arg_key>a</arg_key>", "<arg_value>",
     '{"name": "add", "arguments": "{}"}', '{"name": 5, "arguments": []}', '{"name": "add", "name": "f"}', "calc 1*2",
 )  # fmt: skip
 
