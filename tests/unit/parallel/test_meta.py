@@ -96,7 +96,8 @@ def test_losses_leave_no_device(name: str, tmp_path: Path) -> None:
         loss_mask=on_device.mask,
         quantities=on_device.quantities,
     )
-    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=logprobs.square())
+    beside = {"teacher_logprobs": logprobs.detach()}
+    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=logprobs.square(), comparison=beside)
     parts = algorithm.loss(batch, out, algorithm.initial_state())
     loss = parts.total(counts)
     loss.backward()
