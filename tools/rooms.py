@@ -7,7 +7,7 @@ also inside functions. A circle is one of arrows. `tests/unit/test_import_rules.
 import ast
 import graphlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,9 @@ class RoomFigures:
     takers: tuple[str, ...]
 
 
-def _imported_rooms(tree: ast.Module, package: tuple[str, ...]) -> set[str]:
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+def _imported_rooms(nodes: Sequence[ast.AST], package: tuple[str, ...]) -> set[str]:
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
         above = package[: len(package) - node.level + 1] if node.level else ()
         names += [".".join((*above, *filter(None, [node.module]), alias.name)) for alias in node.names]
     return {parts[1] for parts in (name.split(".") for name in names) if parts[0] == "megarl" and len(parts) > 1}
@@ -44,11 +44,11 @@ def measure(root: Path = ROOT) -> RoomFigures:
         lines[room] += len(text.splitlines())
         if not in_product:
             continue
-        tree = ast.parse(text)
-        imports[room] |= _imported_rooms(tree, place.parts[:-1])
+        nodes = list(ast.walk(ast.parse(text)))
+        imports[room] |= _imported_rooms(nodes, place.parts[:-1])
         num_lines += len(text.splitlines())
-        num_any += sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
-        given = (node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg | ast.AnnAssign))
+        num_any += sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
+        given = (node.annotation for node in nodes if isinstance(node, ast.arg | ast.AnnAssign))
         if room != "config" and any(isinstance(each, ast.Name) and each.id == "Config" for each in given):
             takers.append(place.as_posix())
     arrows = {(room, other) for room, others in imports.items() for other in others & imports.keys() - {room}}

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import nodes_of
+
 ROOT = Path(__file__).parents[2]
 # `open` of other things than files: what it is called on.
 OTHERS = ("os", "tracker", "self._memory", "chat_server()")
@@ -14,7 +16,7 @@ PROCESSES = ("run", "Popen", "check_output")
 
 def unspecified(source: str) -> Iterator[int]:
     """Yield the lines of calls that read or write text without saying in which encoding."""
-    for call in ast.walk(ast.parse(source)):
+    for call in nodes_of(source):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
             continue
         is_method = isinstance(call.func, ast.Attribute)

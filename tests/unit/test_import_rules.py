@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import nodes_of
 from tools.rooms import RoomFigures, measure
 
 ROOT = Path(__file__).parents[2]
@@ -140,10 +141,10 @@ MOST_TAKERS = 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A parsed module of a package; `path` is relative to the package, `num_lines` that of its file."""
+    """A module of a package; `path` is relative to the package, `num_lines` that of its file."""
 
     path: Path
-    tree: ast.Module
+    text: str
     num_lines: int = 0
     root: str = "megarl"
 
@@ -151,32 +152,38 @@ class Source:
     def package(self) -> tuple[str, ...]:
         return (self.root, *self.path.parent.parts)
 
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return nodes_of(self.text)
+
 
 @functools.cache
 def read_sources(root: str = "megarl") -> list[Source]:
     texts = {path.relative_to(ROOT / root): path.read_text("utf-8") for path in sorted((ROOT / root).rglob("*.py"))}
-    return [
-        Source(path=path, tree=ast.parse(text), num_lines=len(text.splitlines()), root=root)
-        for path, text in texts.items()
-    ]
+    return [Source(path=path, text=text, num_lines=len(text.splitlines()), root=root) for path, text in texts.items()]
 
 
-def imported_names(source: Source) -> Iterator[str]:
+@functools.cache
+def imported_names(source: Source) -> tuple[str, ...]:
     """Absolute dotted names of everything imported anywhere in the module, also inside functions."""
-    for node in ast.walk(source.tree):
+    return tuple(_imported_names(source))
+
+
+def _imported_names(source: Source) -> Iterator[str]:
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = source.package[: len(source.package) - node.level + 1] if node.level else ()
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
             argument = node.args[0] if node.args else None
             literal = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
             yield ast.literal_eval(argument) if argument is not None and literal else "<computed>"
 
 
-def _called_name(node: ast.Call) -> str:
+def called_name(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
@@ -205,7 +212,7 @@ def vllm_only_in_rollout(source: Source) -> list[str]:
 def device_only_in_platform(source: Source) -> list[str]:
     if any(fnmatch(source.path.as_posix(), pattern) for pattern in DEVICE_FILES):
         return []
-    attributes = (node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute))
+    attributes = (node.attr for node in source.nodes if isinstance(node, ast.Attribute))
     asked = [f".{name}" for name in attributes if name in ("cuda", "is_available", "accelerator")]
     return asked + [n for n in imported_names(source) if _is_within(n, ("torch.cuda", "torch.accelerator"))]
 
@@ -220,14 +227,14 @@ def limits_have_one_clock(source: Source) -> list[str]:
         return []
     return [
         f"time.{node.attr}"
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Attribute) and node.attr in ("monotonic", "monotonic_ns")
     ]
 
 
 def modules_start_safely(source: Source) -> list[str]:
     """`python_module` alone starts `python -m`, so that no file of the current directory is taken for a module."""
-    words = [n for n in ast.walk(source.tree) if isinstance(n, ast.Constant) and n.value == "-m"]
+    words = [n for n in source.nodes if isinstance(n, ast.Constant) and n.value == "-m"]
     return ["-m" for _ in words if source.path.as_posix() != "host/child_environment.py"]
 
 
@@ -254,9 +261,9 @@ def prints_texts_by_one_function(source: Source) -> list[str]:
     """`print_lines` keeps texts in their lines; `PRINTS` has what is made to be printed whole."""
     if source.path.as_posix() in PRINTS:
         return []
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    calls = [node for node in source.nodes if isinstance(node, ast.Call)]
     printed = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
-    named = [_called_name(a) if isinstance(a, ast.Call) else "" for node in printed for a in node.args]
+    named = [called_name(a) if isinstance(a, ast.Call) else "" for node in printed for a in node.args]
     return ["print"] if any(not name.endswith(("dumps", "to_json")) for name in named) else []
 
 
@@ -352,7 +359,7 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
     ],
 )
 def test_rule_on_a_snippet(rule: Callable[[Source], list[str]], path: str, code: str, found: list[str]) -> None:
-    assert rule(Source(path=Path(path), tree=ast.parse(code))) == found
+    assert rule(Source(path=Path(path), text=code)) == found
 
 
 @pytest.fixture(scope="module")
@@ -443,7 +450,7 @@ def test_files_and_functions_stay_short() -> None:
     functions = [
         (source.path, node)
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     lengths = {Path(source.root, source.path): source.num_lines for source in sources}

@@ -5,6 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.helpers.syntax import nodes_of
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -12,7 +14,7 @@ def repeated_classes(files: dict[str, str]) -> dict[str, list[str]]:
     """Public classes that several places define, nested ones too: name → where."""
     places = defaultdict(list)
     for path, source in files.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes_of(source):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{path}:{node.lineno}")
     return {name: where for name, where in sorted(places.items()) if len(where) > 1}
@@ -62,7 +64,7 @@ COINED_CLASSES = re.compile(r".*Wire|_?(?:Alike|Ends|Heard|Lent|Marks|Raw|Regime
 def coined_names(source: str) -> list[str]:
     """Definitions, arguments and variables whose names have such words, with their lines."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         match node:
             case ast.ClassDef(name=name) if COINED_CLASSES.fullmatch(name):
                 found.append(f"{name}:{node.lineno}")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import nodes_of
+
 ROOT = Path(__file__).parents[2]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 MODULES = [
@@ -46,7 +48,7 @@ def parts(page: str) -> Iterator[tuple[int, str]]:
 
 def docstrings(module: str) -> Iterator[tuple[int, str]]:
     """Yield the docstrings of a module with their lines."""
-    for node in ast.walk(ast.parse(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body:
                 case [ast.Expr(value=ast.Constant(value=str(text), lineno=line)), *_]:

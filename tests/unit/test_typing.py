@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import nodes_of
+
 PACKAGE = Path(__file__).parents[2] / "megarl"
 # The module that calls remote methods for all others.
 PROXY = "cluster/remotes.py"
@@ -24,7 +26,7 @@ def root_of(expression: ast.expr) -> str:
 
 def remote_methods(source: str) -> Iterator[int]:
     """Yield the lines that call `.remote` of anything but a class or function that `ray.remote` made remote here."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     made = {
         target.id
         for node in nodes

@@ -35,8 +35,9 @@ def test_no_other_wait_for_ray_has_a_limit_of_its_own() -> None:
     calls = [
         (str(source.path), ast.unparse(node))
         for source in read_sources()
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ray.get", "ray.wait")
+        for node in source.nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "wait")
+        if ast.unparse(node.func) in ("ray.get", "ray.wait")
     ]
     limited = [path for path, call in calls if "timeout=" in call and "timeout=0)" not in call]
     assert limited == ["cluster/remotes.py"]
