@@ -10,7 +10,7 @@ from megarl_sandbox import Limits, Outcome, ProgramTask, RunWithInput, Sandbox
 
 LIMITS = Limits(cpu_s=1, wall_s=120, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
 # For programs that are there to run out of time.
-BRIEF = Limits(cpu_s=1, wall_s=4, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
+BRIEF = Limits(cpu_s=1, wall_s=2, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
 
 
 def processes_in(namespace: str) -> list[int]:

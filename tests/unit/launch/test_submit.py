@@ -312,6 +312,8 @@ def test_a_job_that_is_submitted_within_another_has_nothing_of_that_one(
     of_user = {"SLURM_CONF": "/etc/own.conf", "SLURM_JWT": "token", "SBATCH_ACCOUNT": "me", "MEGARL_VENV": "/v"}
     for name, value in (of_job | of_user).items():
         monkeypatch.setenv(name, value)
+    # A real sinfo would look for those settings for a minute.
+    _fake(tmp_path / "sinfo", "exit 1")
     _fake_sbatch(tmp_path, f"env > {tmp_path}/env; cat > /dev/null; echo 7")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert submit(REQUEST) == [7]

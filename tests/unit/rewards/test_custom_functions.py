@@ -239,7 +239,7 @@ def test_a_part_that_is_nan_names_its_row(files: Mapping[str, str]) -> None:
 )
 def test_one_call_under_way_takes_no_other_with_it(files: Mapping[str, str], answer: str, outcome: str) -> None:
     functions = {"stubborn": {"path": files["one"], "name": "stubborn"}}
-    with judge_of({"functions": functions, "timeout_s": 3.0, "workers": 1}) as judge:
+    with judge_of({"functions": functions, "timeout_s": 1.5, "workers": 1}) as judge:
         found = judged(judge, *(("p", "a", answer if i == 3 else "good") for i in range(12)))
         assert [i for i, each in enumerate(found.rewards) if each.dropped] == [3]
         assert [each.outcome for each in found.troubles] == [outcome]
@@ -257,7 +257,7 @@ def test_what_a_call_leaves_in_the_loop_holds_nobody_up(files: Mapping[str, str]
 def test_a_function_of_single_rows_has_a_limit_for_each(files: Mapping[str, str]) -> None:
     """Whatever `per` says."""
     functions = {"fragile": {"path": files["one"], "name": "fragile", "per": "group"}}
-    with judge_of({"functions": functions, "timeout_s": 3.0}) as judge:
+    with judge_of({"functions": functions, "timeout_s": 1.5}) as judge:
         found = judged(judge, ("p", "a", "1"), ("p", "a", "hang"), ("p", "a", "4"), ("p", "a", "die"))
     assert [each.dropped for each in found.rewards] == [False, True, False, True]
     assert [each.outcome for each in found.troubles] == ["timed_out", "crashed"]
@@ -323,7 +323,7 @@ def test_coroutine_functions_judge_many_rows_at_a_time(files: Mapping[str, str])
 
 
 def test_one_row_that_fails_is_dropped(files: Mapping[str, str]) -> None:
-    with judge_of({"path": files["one"], "name": "fragile", "timeout_s": 3.0, "workers": 1}) as judge:
+    with judge_of({"path": files["one"], "name": "fragile", "timeout_s": 1.5, "workers": 1}) as judge:
         found = judged(judge, *(("p", "a", response) for response in ("2", "0", "die", "hang", "4")))
         assert [each.dropped for each in found.rewards] == [False, True, True, True, False]
         assert [found.rewards[row].score for row in (0, 4)] == [0.5, 0.25]
@@ -349,7 +349,7 @@ def test_what_to_do_with_a_row_that_fails_is_said(files: Mapping[str, str]) -> N
     with judge_of({**custom, "on_error": "value", "value": -3}) as judge:
         found = judged(judge, ("p", "a", "0"), ("p", "a", "2"))
         assert [(each.score, each.correct) for each in found.rewards] == [(-3.0, False), (0.5, True)]
-    with judge_of({**custom, "on_error": "raise", "timeout_s": 3.0}) as judge:
+    with judge_of({**custom, "on_error": "raise", "timeout_s": 1.5}) as judge:
         for response in ("0", "die", "hang"):
             with pytest.raises(RunError, match=r"failed on 1 of 2 rows"):
                 judged(judge, ("p", "a", response), ("p", "a", "2"))

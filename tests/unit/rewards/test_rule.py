@@ -69,7 +69,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def judge(file: str) -> Iterator[RuleJudge]:
     cfg = RewardsConfig(
-        custom=CustomConfig(path=file, timeout_s=3.0, workers=1),
+        custom=CustomConfig(path=file, timeout_s=1.5, workers=1),
         sources={
             "sums": SourceConfig(scorer="megarl/sums", wrong=-2.0, correct=3.0),
             "count": SourceConfig(scorer="megarl/countdown"),

@@ -14,7 +14,7 @@ from tests.helpers.waiting import wait_until
 
 TIERS = (Isolation.NAMESPACES, Isolation.LIMITS_ONLY)
 # For a cell that is there to run out of time, while those before and after it must not, on a busy machine either.
-IMPATIENT = replace(BRIEF, cpu_s=20, wall_s=5)
+IMPATIENT = replace(BRIEF, cpu_s=20, wall_s=3)
 
 
 @pytest.fixture(scope="module", params=TIERS)

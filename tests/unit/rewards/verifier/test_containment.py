@@ -12,7 +12,7 @@ from megarl.rewards.verifier import JobOutcome, VerifierOptions, VerifierPool
 from tests.helpers.verifier import details_of, job, wait_for_end
 
 # The soft limit is on CPU time, and a job on a busy machine must reach it before its deadline.
-OPTIONS = VerifierOptions(num_workers=1, soft_limit_s=0.1, deadline_s=4.0, memory_limit_mib=256)
+OPTIONS = VerifierOptions(num_workers=1, soft_limit_s=0.1, deadline_s=2.0, memory_limit_mib=256)
 
 
 @pytest.fixture(scope="module")
