@@ -15,10 +15,12 @@ def wait_until(
     timeout_s: float = 60.0,
     seen: Callable[[], object] | None = None,
     process: subprocess.Popen[Any] | None = None,
+    most_pause_s: float = 0.05,
 ) -> Found:
     """Return the first value of a condition that is true; fail after the time, or once `process` has ended.
 
-    The failure names what was waited for and what was last seen: what `seen` says, else the condition's last value.
+    `most_pause_s`: longer where asking takes processor time. The failure names what was waited for and what was last
+    seen: what `seen` says, else the condition's last value.
     """
     deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
@@ -31,4 +33,4 @@ def wait_until(
             cause = f"not within {timeout_s:g} s" if late else f"the process ended with {exit_code}"
             raise AssertionError(f"waited for {what}: {cause}; last seen: {value if seen is None else seen()}")
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+        pause_s = min(2 * pause_s, most_pause_s)

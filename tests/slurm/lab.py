@@ -195,7 +195,7 @@ class SlurmLab:
         def has_ended() -> bool:
             return self.job(job_id)["JobState"] not in busy
 
-        wait_until(has_ended, f"the end of job {job_id}", timeout_s=timeout_s, seen=output)
+        wait_until(has_ended, f"the end of job {job_id}", timeout_s=timeout_s, seen=output, most_pause_s=0.5)
         return self.job(job_id)
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:

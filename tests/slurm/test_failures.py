@@ -24,23 +24,20 @@ IMPATIENT = ("rollout.timeout_s=15", "cluster.collective_timeout_s=60")
 def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(
     lab: SlurmLab, inputs: Path, reference: SlurmRun
 ) -> None:
-    """Its driver is killed, then a rank, then a rank hangs: named with its state and what the others wait in. The run
-    ends with that line, and a checkpoint to resume. Until then it has computed what a run without failures does.
+    """Its driver is killed, then a rank hangs: named with its state and what the others wait in. The run ends with
+    that line, and a checkpoint to resume. Until then it has computed what a run without failures does.
     """
     run = SlurmRun(inputs=inputs, name="failing", command="sft", more=IMPATIENT)
-    job = run.submit(lab, max_restarts=2)
+    job = run.submit(lab, max_restarts=1)
     mid_run(run)
     os.kill(lab.processes("node1", name="megarl.cli")[0], signal.SIGKILL)
-    noticed(run, "the run failed with exit code 137; 2 restart")
-    mid_run(run, after=run.last_step() + 2)
-    os.kill(lab.actors("node2", "RankActor")[0], signal.SIGKILL)
-    noticed(run, "trainer rank 1 (node2) died")
+    noticed(run, "the run failed with exit code 137; 1 restart")
     mid_run(run, after=run.last_step() + 2)
     num_errors = run.log().count("error:")
     os.kill(lab.actors("node2", "RankActor")[0], signal.SIGSTOP)
     ended = lab.wait(job, timeout_s=JOB_S)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
-    assert [f"attempt {i} on node1, node2" in run.log() for i in range(4)] == [True, True, True, False]
+    assert [f"attempt {i} on node1, node2" in run.log() for i in range(3)] == [True, True, False]
     (line,) = [line for line in run.log().splitlines() if line.startswith("error:")][num_errors:]
     assert re.search(r"within 15 s \(.*trainer rank 1 \(node2\) is stopped", line), line
     # A rank that has written its part of a checkpoint has answered already, and a stopped one cannot write its stacks.
@@ -49,7 +46,7 @@ def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(
         assert list(run.paths.logs.rglob("stacks-*.txt"))
     assert last_checkpoint(run.paths.checkpoints) is not None
     assert left_behind(lab) == []
-    assert run.last_step() >= 6
+    assert run.last_step() >= 4
     assert differing_metrics(run, reference) == []
 
 
@@ -76,6 +73,7 @@ def test_a_job_continues_after_its_time_limit_and_after_a_lost_node(
     assert left_behind(lab) == []
 
 
+@pytest.mark.long
 def test_a_node_out_of_reach_is_noticed_at_the_start_and_in_mid_run(
     lab: SlurmLab, inputs: Path, reference: SlurmRun
 ) -> None:

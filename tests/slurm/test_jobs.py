@@ -36,18 +36,12 @@ EVAL_SETTINGS = (
 
 
 def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, reference: SlurmRun) -> None:
-    """On the same nodes: each has Ray, ports, temporary files and shared memory of its own. One leaves nothing there,
-    the other goes on undisturbed.
+    """On the same node: each has Ray, ports, temporary files and shared memory of its own. One leaves nothing there,
+    the other goes on undisturbed; of one node alone, it listens on loopback, as a run without Slurm does.
     """
-    kept, cancelled = (SlurmRun(inputs=inputs, name=name, command="sft") for name in ("kept", "cancelled"))
-    jobs = {run.name: run.submit(lab) for run in (kept, cancelled)}
-
-    def states() -> list[str]:
-        return [lab.job(job)["JobState"] for job in jobs.values()]
-
-    wait_until(lambda: states() == ["RUNNING"] * 2, "two jobs at once", timeout_s=JOB_S, seen=states)
+    cancelled = SlurmRun(inputs=inputs, name="cancelled", command="sft", more=(f"sft.total_steps={MANY_STEPS}",))
+    job = cancelled.submit(lab)
     mid_run(cancelled)
-    job = jobs["cancelled"]
     its = {"name": f"--run-id={job}-", "file": f"mr-{job}-"}
     assert len(left_behind(lab, **its)) >= 4
     # This machine can reach both nodes, but does not have the job's token.
@@ -56,27 +50,21 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
     assert {address: found for address, found in answers.items() if found not in (*REFUSED, {"closed"})} == {}
     asking = {address.partition(":")[0] for address, found in answers.items() if found in REFUSED}
     assert asking == set(lab.nodes.values())
+    kept = SlurmRun(inputs=inputs, name="kept", command="sft", nodes=1)
+    other = kept.submit(lab, "--nodelist=node1")
+    mid_run(kept)
     lab.query("scancel", str(job))
+    # Stores, groups and Ray cannot be reached from other nodes.
+    drivers = lab.processes("node1", name=f"run.name={kept.name}")
+    listeners = listeners_of(f"{other}-0-0", *drivers)
+    assert {each.address.removeprefix("::ffff:") for each in listeners} == {"127.0.0.1"}, listeners
+    assert {"gcs_server", "raylet", "RankActor", "megarl.cli"} <= {each.process for each in listeners}
     left = partial(left_behind, lab, **its)
     wait_until(lambda: not left(), "the clean-up", timeout_s=30.0, seen=left)
     assert lab.wait(job, timeout_s=30.0)["JobState"] == "CANCELLED"
     assert complete_steps(cancelled.paths.checkpoints)
-    assert lab.wait(jobs["kept"], timeout_s=JOB_S)["JobState"] == "COMPLETED", kept.log()
+    assert lab.wait(other, timeout_s=JOB_S)["JobState"] == "COMPLETED", kept.log()
     assert differences(kept, reference) == []
-    assert left_behind(lab) == []
-
-
-def test_a_job_of_one_node_listens_on_loopback_alone(lab: SlurmLab, inputs: Path, reference: SlurmRun) -> None:
-    """As a run without Slurm: stores, groups and Ray cannot be reached from other nodes."""
-    run = SlurmRun(inputs=inputs, name="one-host", command="sft", nodes=1)
-    job = run.submit(lab)
-    mid_run(run)
-    drivers = [pid for node in lab.nodes for pid in lab.processes(node, name="megarl.cli sft")]
-    listeners = listeners_of(f"{job}-0-0", *drivers)
-    assert {each.address.removeprefix("::ffff:") for each in listeners} == {"127.0.0.1"}, listeners
-    assert {"gcs_server", "raylet", "RankActor", "megarl.cli"} <= {each.process for each in listeners}
-    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
-    assert differences(run, reference) == []
     assert left_behind(lab) == []
 
 
@@ -100,7 +88,7 @@ def test_at_its_time_limit_a_job_goes_back_into_the_queue_and_continues(lab: Slu
     wait_until(lambda: not left_behind(lab), "the clean-up", timeout_s=30.0, seen=lambda: left_behind(lab))
 
 
-@pytest.mark.parametrize("signal_name", ["HUP", "TERM"])
+@pytest.mark.parametrize("signal_name", [pytest.param("HUP", marks=pytest.mark.long), "TERM"])
 def test_a_signal_of_a_user_stops_a_job_after_its_step(lab: SlurmLab, inputs: Path, signal_name: str) -> None:
     """With a checkpoint, and not back into the queue."""
     run = _many_steps(inputs, f"stopped-{signal_name}")
