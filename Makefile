@@ -35,20 +35,20 @@ install: python ## Make .venv and install all of it for CPU; does nothing if tha
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or MODEL=smollm2, or LORA=32
 	"$(VENV)/bin/megarl" quickstart --model $(MODEL) --algo $(ALGO) --task $(TASK) --seed $(SEED) $(if $(LORA),--lora $(LORA))
 
-# Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. Tests of
-# several ranks leave half a core idle, so two files of them run at once; so do whole runs while they start or wait.
-# Many of them start processes, which need not compile the package each. Whole runs are apart from unit tests, whose Ray
+# Unit tests use one core each and half of the time wait, so twice as many files as there are cores run at once, in their
+# order, as the first folders wait the most. Tests of several ranks leave half a core idle, and whole runs do while they
+# start. Many start processes, which need not compile the package each. Whole runs are apart from unit tests, whose Ray
 # may still live in the worker.
-test test-wide: export PYTHONDONTWRITEBYTECODE =
+test test-wide test-lab test-slurm: export PYTHONDONTWRITEBYTECODE =
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests/unit -m "not wide and not long and not gpu" -n 3 --dist loadfile \
+	"$(VENV)/bin/python" -m pytest tests/unit -m "not wide and not long and not gpu" -n 4 --dist loadfile \
 		--no-loadscope-reorder
-	"$(VENV)/bin/python" -m pytest tests/distributed -m "not wide and not long and not gpu" -n 2 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests/e2e -m "not wide and not long and not gpu" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/e2e tests/distributed -m "not wide and not long and not gpu" -n 3 --dist loadfile \
+		--no-loadscope-reorder
 
 test-wide: install ## Run what make test leaves out that takes seconds each: further layouts, models and whole runs
-	"$(VENV)/bin/python" -m pytest tests/unit tests/distributed -m "wide and not long and not gpu" -n 2 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests/e2e -m "wide and not long and not gpu" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/unit tests/distributed -m "wide and not long and not gpu" -n 4 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/e2e -m "wide and not long and not gpu" -n 3 --dist loadfile
 
 test-lab: install ## Run the tests of benches, studies, recipes and forecasts of schedules
 	"$(VENV)/bin/python" -m pytest tests/lab -m "not long and not gpu" -n 2 --dist loadfile

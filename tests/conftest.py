@@ -12,7 +12,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.helpers.budget import Budget
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.wide import WIDE
+from tests.helpers.wide import LONG, WIDE
 
 # torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -38,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Properties belong to the default tests and, with more examples, to the long ones too."""
     for item in items:
-        if item.nodeid.startswith(tuple(WIDE)):
+        if item.nodeid.startswith(tuple(LONG)):
+            item.add_marker("long")
+        elif item.nodeid.startswith(tuple(WIDE)):
             item.add_marker("wide")
         if config.option.markexpr == "long" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("long")
@@ -70,6 +72,23 @@ FOLDERS |= dict.fromkeys(
         )
     ),
     "vllm",
+)
+
+
+# These read all sources, which one process parses once.
+FOLDERS |= dict.fromkeys(
+    (
+        f"tests/unit/{name}.py"
+        for name in (
+            "host/test_http_replies",
+            "test_encodings",
+            "test_import_rules",
+            "test_names",
+            "test_sentences",
+            "test_typing",
+        )
+    ),
+    "sources",
 )
 
 

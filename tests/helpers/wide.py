@@ -1,4 +1,5 @@
-"""The tests that `make test` leaves to `make test-wide`: they need seconds each, and CI runs both.
+"""The tests that `make test` leaves to `make test-wide`: they need seconds each, and CI runs both. And those that only
+`make test-long` runs, besides what is marked `long` where it stands.
 
 Each axis of a layout has a case in `make test`; features of few runs, such as speculation, are tested here alone.
 """
@@ -14,21 +15,17 @@ _DEATHS = "another process that dies or hangs; each way to notice it stays"
 WIDE = {
     "tests/distributed/test_adapter_costs.py": _FEATURES,
     "tests/distributed/test_adapter_export.py": _FEATURES,
-    "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[gpt_oss": _FAMILIES,
     "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[qwen3_next": _FAMILIES,
     "tests/distributed/test_adapters.py::test_a_run_goes_on": _CHECKPOINTS,
     "tests/distributed/test_averaged_teacher.py": _FEATURES,
-    "tests/distributed/test_dist_checkpoint.py::test_a_rank_may_write_for_longer": _CHECKPOINTS,
     "tests/distributed/test_dist_checkpoint.py::test_only_a_portable_checkpoint": _CHECKPOINTS,
     "tests/distributed/test_dist_checkpoint.py::test_ranks_that_share_key_value_heads": _CHECKPOINTS,
     "tests/distributed/test_dist_checkpoint.py::test_replicas_with_other_settings": _CHECKPOINTS,
-    "tests/distributed/test_dist_checkpoint.py::test_stages_that_share_an_embedding": _CHECKPOINTS,
     "tests/distributed/test_families.py::test_family_equals_transformers[g": _FAMILIES,
     "tests/distributed/test_families.py::test_family_equals_transformers[l": _FAMILIES,
     "tests/distributed/test_families.py::test_family_equals_transformers[m": _FAMILIES,
     "tests/distributed/test_families.py::test_family_equals_transformers[olmo3": _FAMILIES,
     "tests/distributed/test_families.py::test_family_equals_transformers[phi3": _FAMILIES,
-    "tests/distributed/test_families.py::test_family_equals_transformers[seed_oss": _FAMILIES,
     "tests/distributed/test_hybrid_families.py": _FAMILIES,
     "tests/distributed/test_mistral3.py": _FAMILIES,
     "tests/distributed/test_moe_training.py::test_balance_loss_and_metrics[mixed": _LAYOUTS,
@@ -52,7 +49,6 @@ WIDE = {
     "tests/distributed/test_windows.py": _FAMILIES,
     "tests/e2e/test_adapter_sync.py": _RUNS,
     "tests/e2e/test_algorithms.py::test_a_run_leaves_nothing": _RUNS,
-    "tests/e2e/test_algorithms.py::test_three_steps[dapo": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[luffy": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[ppo_critic": _RUNS,
     "tests/e2e/test_eval.py": _RUNS,
@@ -67,10 +63,7 @@ WIDE = {
     "tests/e2e/test_stolen_samples.py": _RUNS,
     "tests/e2e/test_sync.py::test_moe_reload": _RUNS,
     "tests/e2e/test_truncated_sampling.py": _RUNS,
-    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[migrating": _RUNS,
     "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[seams": _RUNS,
-    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[slurm": _RUNS,
-    "tests/e2e/test_user_shell.py": _RUNS,
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
     "tests/unit/cluster/test_episodes.py::test_a_conversation_begins_again": _DEATHS,
     "tests/unit/cluster/test_episodes.py::test_a_host_outlives": _DEATHS,
@@ -104,4 +97,29 @@ WIDE = {
     "tests/unit/sync/test_staging.py::test_exchanges_allocate": "memory of exchanges, which plan's tests bound",
     "tests/unit/train/test_rehearsal.py::test_the_command_says": "the command over all parts; each part's trial stays",
     "tests/unit/test_hostile_texts.py::test_reports_and_their_browser": "draws reports; tables and screens stay",
+}
+_RULES_SHARED = "a family whose rules others have too; those others stay in `make test-wide`"
+_ENGINE = "another family under Transformer Engine; qwen2 stays, and all without it"
+LONG = {
+    "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[gpt_oss": "qwen2 and qwen3_next stay",
+    "tests/distributed/test_dist_checkpoint.py::test_a_rank_may_write_for_longer": "twelve seconds of waiting",
+    "tests/distributed/test_dist_checkpoint.py::test_stages_that_share_an_embedding": _CHECKPOINTS,
+    "tests/distributed/test_families.py::test_family_equals_transformers[gemma-": _RULES_SHARED,
+    "tests/distributed/test_families.py::test_family_equals_transformers[granite": _RULES_SHARED,
+    "tests/distributed/test_families.py::test_family_equals_transformers[llama-3": _RULES_SHARED,
+    "tests/distributed/test_families.py::test_family_equals_transformers[llama-linear": _RULES_SHARED,
+    "tests/distributed/test_families.py::test_family_equals_transformers[seed_oss": _RULES_SHARED,
+    "tests/distributed/test_muon.py::test_a_run_continues_itself[two shards": "two replicas stay",
+    "tests/distributed/test_round_trips.py::test_there_through_the_trainer_and_back[qwen3": "deepseek_v2 stays",
+    "tests/distributed/test_transformer_engine.py::test_a_model_with_adapters_has_the_same_parameters[deep": _ENGINE,
+    "tests/distributed/test_transformer_engine.py::test_a_model_with_adapters_has_the_same_parameters[qwen3": _ENGINE,
+    "tests/distributed/test_transformer_engine.py::test_adapters_equal_merged_weights[deepseek": _ENGINE,
+    "tests/distributed/test_transformer_engine.py::test_adapters_equal_merged_weights[gpt_oss": _ENGINE,
+    "tests/distributed/test_transformer_engine.py::test_adapters_equal_merged_weights[qwen3_next": _ENGINE,
+    "tests/e2e/test_algorithms.py::test_three_steps[dapo": "its parts have unit tests; grpo, cpo, luffy and PPO stay",
+    "tests/e2e/test_public_data.py::test_two_steps[OpenRLHF": "its columns have unit tests; another data set stays",
+    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[migrating": "the commands have unit tests",
+    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[slurm": "tests/slurm runs such jobs",
+    "tests/e2e/test_user_shell.py": "what starts a process safely is one function, which has unit tests",
+    "tests/unit/cluster/test_episodes.py::test_a_host_that_hangs_is_replaced[stopped": _DEATHS,
 }

@@ -1,15 +1,12 @@
-"""The list of tests that wait for `make test-wide` names tests that exist."""
+"""The lists of tests that wait for `make test-wide` and `make test-long` name tests that exist."""
 
 from pathlib import Path
 
-import pytest
-
-from tests.helpers.wide import WIDE
+from tests.helpers.wide import LONG, WIDE
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("beginning", WIDE)
-def test_every_line_is_the_beginning_of_a_test(beginning: str) -> None:
-    file, _, name = beginning.partition("::")
-    assert f"def {name.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(encoding="utf-8")
+def test_every_line_is_the_beginning_of_a_test() -> None:
+    for file, _, name in (beginning.partition("::") for beginning in (*WIDE, *LONG)):
+        assert f"def {name.partition('[')[0] or 'test_'}" in (ROOT / file).read_text(encoding="utf-8"), name
