@@ -1,12 +1,15 @@
 """Jobs of the scorers in tests.helpers.hostile_scorers, and the processes of a pool."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.verifier import JobResult, VerifierJob
+from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions
 from tests.helpers.waiting import wait_until
 
 SCORERS = "tests.helpers.hostile_scorers"
+# These scorers need no algebra, whose import takes a pool most of its start.
+bare = partial(VerifierOptions, num_workers=1, preload=())
 
 
 def job(scorer: str, response: str = "a", ground_truth: str = "a", **extra_info: str) -> VerifierJob:

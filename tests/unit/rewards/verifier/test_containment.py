@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards.verifier import JobOutcome, VerifierOptions, VerifierPool
-from tests.helpers.verifier import details_of, job, wait_for_end
+from tests.helpers.verifier import bare, details_of, job, wait_for_end
 
 # The soft limit is on CPU time, and a job on a busy machine must reach it before its deadline.
 OPTIONS = VerifierOptions(num_workers=1, soft_limit_s=0.1, deadline_s=2.0, memory_limit_mib=256)
@@ -86,7 +86,7 @@ def test_a_job_that_changed_signals_does_not_spare_the_next_one(pool: VerifierPo
 
 def test_a_worker_that_kept_memory_is_replaced() -> None:
     # A machine that is short of free pages takes its time to give so many.
-    patient = VerifierOptions(num_workers=1, recycle_mib=192, soft_limit_s=20.0, deadline_s=60.0)
+    patient = bare(recycle_mib=192, soft_limit_s=20.0, deadline_s=60.0)
     with VerifierPool(patient) as pool:
         first, kept, second, third = pool.score_all(
             [job("process"), job("keep_memory", "200"), job("process"), job("process")]
@@ -116,7 +116,7 @@ def test_workers_are_light(pool: VerifierPool) -> None:
 
 def test_others_go_on_while_a_worker_is_replaced() -> None:
     """One of two workers meets a job after another that blocks signals; quick jobs wait for none of them."""
-    with VerifierPool(VerifierOptions(num_workers=2, soft_limit_s=0.2, deadline_s=2.0)) as pool:
+    with VerifierPool(bare(num_workers=2, soft_limit_s=0.2, deadline_s=2.0)) as pool:
         pool.score_all([job("same_text")] * 4)
         hostile = [pool.submit(job("block_signals")) for _ in range(3)]
         start = time.monotonic()

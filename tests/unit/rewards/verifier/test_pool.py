@@ -16,12 +16,12 @@ import pytest
 from megarl.errors import ConfigError, DataError, NonFiniteError, WorkerError
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool, VerifierStatistics
 from megarl.types import Reward
-from tests.helpers.verifier import SCORERS, details_of, is_alive, job, wait_for_end
+from tests.helpers.verifier import SCORERS, bare, details_of, is_alive, job, wait_for_end
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[VerifierPool]:
-    with VerifierPool(VerifierOptions(num_workers=2)) as pool:
+    with VerifierPool(bare(num_workers=2)) as pool:
         yield pool
 
 
@@ -43,7 +43,7 @@ def test_a_verdict_has_the_scorers_reward_and_the_time_it_took(pool: VerifierPoo
 
 def test_the_counts_are_apart() -> None:
     jobs = [job("same_text"), job("same_text", "b"), job("same_text", "c"), job("same_text", ""), job("loop")]
-    options = VerifierOptions(num_workers=2, soft_limit_s=0.2, max_response_chars=10)
+    options = bare(num_workers=2, soft_limit_s=0.2, max_response_chars=10)
     with VerifierPool(options) as pool:
         assert pool.statistics() == VerifierStatistics()
         verdicts = pool.score_all([*jobs, job("exit_at_once"), job("length", "x" * 11, "x")])
@@ -60,7 +60,7 @@ def test_the_counts_are_apart() -> None:
 
 
 def test_of_a_long_response_the_end_is_judged() -> None:
-    with VerifierPool(VerifierOptions(num_workers=1, max_response_chars=3)) as pool:
+    with VerifierPool(bare(max_response_chars=3)) as pool:
         [verdict] = pool.score_all([job("same_text", "abcdef", "def")])
     assert verdict.reward is not None
     assert verdict.reward.correct
@@ -68,7 +68,7 @@ def test_of_a_long_response_the_end_is_judged() -> None:
 
 def test_the_clock_starts_at_execution() -> None:
     """Four jobs wait for a single worker, longer than any of them may take."""
-    with VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.5, deadline_s=2.0)) as pool:
+    with VerifierPool(bare(soft_limit_s=0.5, deadline_s=2.0)) as pool:
         verdicts = pool.score_all([job("sleep", "0.6")] * 4)
     assert [verdict.outcome for verdict in verdicts] == ["scored"] * 4
     assert all(verdict.seconds < 2.0 for verdict in verdicts)
@@ -76,7 +76,7 @@ def test_the_clock_starts_at_execution() -> None:
 
 def test_the_soft_limit_is_on_cpu_time() -> None:
     """Who only waits, as on a busy machine, is not interrupted."""
-    with VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.1, deadline_s=6.0)) as pool:
+    with VerifierPool(bare(soft_limit_s=0.1, deadline_s=6.0)) as pool:
         waits, works = pool.score_all([job("sleep", "0.5"), job("loop")])
     assert (waits.outcome, works.outcome) == ("scored", "timed_out")
     assert works.reason == "interrupted after 0.1 s of CPU time"
@@ -93,7 +93,7 @@ def test_the_import_of_a_scorer_is_not_on_the_clock(tmp_path: Path) -> None:
     slow = VerifierJob(
         data_source="test", response="a", ground_truth="a", function=f"{file}:scorer", arguments={"worth": 0.5}
     )
-    with VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.2, deadline_s=1.5)) as pool:
+    with VerifierPool(bare(soft_limit_s=0.2, deadline_s=1.5)) as pool:
         verdicts = pool.score_all([slow, slow])
     assert [verdict.reward for verdict in verdicts] == [Reward(score=0.5, correct=True)] * 2
     assert all(verdict.seconds < 1.5 for verdict in verdicts)
@@ -103,7 +103,7 @@ def test_submitting_never_waits() -> None:
     """Not for the first worker to be ready, and not for one that does not read what it is sent."""
     big = job("process", "x" * 200_000)
     start = time.monotonic()
-    with VerifierPool(VerifierOptions(num_workers=1)) as pool:
+    with VerifierPool(bare()) as pool:
         futures = [pool.submit(job("process"))]
         submitted = time.monotonic()
         worker = details_of(futures[0].result())["pid"]
@@ -160,7 +160,7 @@ def test_threads_share_a_pool(pool: VerifierPool) -> None:
 
 def test_a_pool_outlives_the_thread_that_made_it() -> None:
     made: list[VerifierPool] = []
-    thread = threading.Thread(target=lambda: made.append(VerifierPool(VerifierOptions(num_workers=1))))
+    thread = threading.Thread(target=lambda: made.append(VerifierPool(bare())))
     thread.start()
     thread.join()
     with made[0] as pool:
@@ -170,7 +170,7 @@ def test_a_pool_outlives_the_thread_that_made_it() -> None:
 
 
 def test_a_job_can_be_cancelled_until_it_runs() -> None:
-    with VerifierPool(VerifierOptions(num_workers=1)) as pool:
+    with VerifierPool(bare()) as pool:
         running = pool.submit(job("sleep", "0.3"))
         waiting = pool.submit(job("same_text"))
         assert waiting.cancel()
@@ -182,7 +182,7 @@ def test_a_job_can_be_cancelled_until_it_runs() -> None:
 
 
 def test_closing_ends_the_workers_and_what_waits() -> None:
-    pool = VerifierPool(VerifierOptions(num_workers=1))
+    pool = VerifierPool(bare())
     worker = details_of(pool.submit(job("process")).result())
     running, waiting = pool.submit(job("block_signals")), pool.submit(job("same_text"))
     pool.close()
@@ -197,14 +197,14 @@ def test_closing_ends_the_workers_and_what_waits() -> None:
 
 
 def test_a_pool_that_is_dropped_ends() -> None:
-    pool = VerifierPool(VerifierOptions(num_workers=1))
+    pool = VerifierPool(bare())
     worker = details_of(pool.submit(job("process")).result())
     del pool
     wait_for_end(int(worker["parent"]))
 
 
 def test_a_callback_may_close_the_pool() -> None:
-    pool = VerifierPool(VerifierOptions(num_workers=1))
+    pool = VerifierPool(bare())
     worker: dict[str, Any] = {}
 
     def close(future: Future[JobResult]) -> None:
@@ -219,7 +219,7 @@ def test_a_callback_may_close_the_pool() -> None:
 @pytest.mark.parametrize("victim", ["pid", "parent"])
 def test_what_was_killed_from_outside_is_replaced(victim: str) -> None:
     """A worker, and the fork server with all its workers."""
-    with VerifierPool(VerifierOptions(num_workers=1, num_spares=0)) as pool:
+    with VerifierPool(bare(num_spares=0)) as pool:
         before = details_of(pool.submit(job("process")).result())
         os.kill(int(before[victim]), signal.SIGKILL)
         wait_for_end(int(before["pid"]))
@@ -241,7 +241,7 @@ def test_workers_that_cannot_start_are_an_error(capfd: pytest.CaptureFixture[str
 
 def test_a_fork_server_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with VerifierPool(VerifierOptions(num_workers=1)) as pool, pytest.raises((FileNotFoundError, RuntimeError)):
+    with VerifierPool(bare()) as pool, pytest.raises((FileNotFoundError, RuntimeError)):
         pool.submit(job("same_text")).result()
 
 
@@ -279,7 +279,7 @@ def test_file_descriptors_are_given_back() -> None:
         return found
 
     before = held()
-    with VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.05, deadline_s=0.1)) as pool:
+    with VerifierPool(bare(soft_limit_s=0.05, deadline_s=0.1)) as pool:
         pool.score_all([job("block_signals"), job("loop"), job("exit_at_once")] * 3)
         assert len(held() - before) > 1
     assert held() - before == set()
