@@ -177,43 +177,6 @@ def score_centering_head(
     return masked_sum(-per_token(advantage, mask) * (weight * lp_a - correction), mask)
 
 
-def score_centering_dense(
-    logits: Tensor,
-    tokens: Tensor,
-    logq: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    mode: str = "tis",
-    lo: float = 0.0,
-    hi: float = 2.0,
-) -> Tensor:
-    """Section 1, the sampler known on the whole vocabulary: sum over loss tokens of
-
-        L_t = -A [ sg(f(p_a/q_a)) lp_a - sum_v sg(q_v f(p_v/q_v)) lp_v ].
-
-    `logq` `[..., V]`. With `sc_dense_reconstruction` as `logq` its gradient is that of the head form.
-    """
-    logp = logits.log_softmax(-1)
-    lp_a = logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    logq_a = logq.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    correction = (sc_q_times_f(logp, logq, mode, lo, hi) * logp).sum(-1)
-    weight = sc_weight(lp_a - logq_a, mode, lo, hi)
-    return masked_sum(-per_token(advantage, mask) * (weight * lp_a - correction), mask)
-
-
-def sc_dense_reconstruction(logits: Tensor, head_ids: Tensor, head_logq: Tensor, head_mask: Tensor) -> Tensor:
-    """Section 1. The tail model written out: log q on the head, log(kappa p) elsewhere. Detached, `[..., V]`."""
-    logp = logits.detach().log_softmax(-1)
-    lp_head = logp.gather(-1, head_ids)
-    out = logp + sc_kappa(lp_head, head_logq, head_mask).log().unsqueeze(-1)
-    # Entries that are not real keep what stands at their id, so scatter one column at a time.
-    for j in range(head_ids.shape[-1]):
-        ids = head_ids[..., j : j + 1]
-        value = torch.where(head_mask[..., j : j + 1], head_logq[..., j : j + 1].detach(), out.gather(-1, ids))
-        out = out.scatter(-1, ids, value)
-    return out
-
-
 def sc_support_coefficients(logp_s: Tensor, logq_s: Tensor, support: Tensor, mode: str, lo: float, hi: float) -> Tensor:
     """Section 1, full support. c_v = sg(q f(p/q) - f(1) p) on the support, 0 elsewhere. `[..., V]`."""
     f_one = sc_weight(torch.zeros((), dtype=logp_s.dtype), mode, lo, hi)
@@ -299,17 +262,6 @@ def topk_kl(logits: Tensor, anchor_logp: Tensor, tokens: Tensor, k: int) -> Tens
     empty = torch.isneginf(other_b)
     other = other_b.exp() * (other_b - other_p)
     return inside + torch.where(empty, torch.zeros_like(other), other)
-
-
-def exact_tv(logits: Tensor, anchor_logp: Tensor) -> Tensor:
-    """Section 2, correction 5. D = 1/2 sum_v |p_v - e^{b_v}|, detached. Never below the binary TV."""
-    return 0.5 * (logits.detach().softmax(-1) - anchor_logp.detach().exp()).abs().sum(-1)
-
-
-def exact_kl(logits: Tensor, anchor_logp: Tensor) -> Tensor:
-    """Section 2. D = sum_v e^{b_v} (b_v - lp_v), detached. Never below the binary KL."""
-    b = anchor_logp.detach()
-    return (b.exp() * (b - logits.detach().log_softmax(-1))).sum(-1)
 
 
 def dppo_mask(
@@ -515,20 +467,6 @@ def otb_baseline(
     return out
 
 
-def otb_advantage(
-    returns: Tensor,
-    energy: Tensor,
-    mask: Tensor,
-    groups: Tensor,
-    rho_bar: Tensor | None = None,
-    zero_tail: bool = True,
-    multi_turn: bool = False,
-) -> Tensor:
-    """Section 7. A_t = (G_t - B_t) m, `[B, T]`."""
-    baseline = otb_baseline(returns, energy, mask, groups, rho_bar, zero_tail, multi_turn)
-    return (returns.detach() - baseline).masked_fill(~mask, 0.0)
-
-
 # ------------------------------------------------------------------------------------------------------- 8. CTPO
 
 
@@ -578,11 +516,6 @@ def ess(old: Tensor, roll: Tensor, mask: Tensor, cap: float | None = None) -> Te
     if cap is not None:
         log_w = log_w.clamp(max=math.log(cap))
     return torch.exp(2.0 * log_w.logsumexp(0) - (2.0 * log_w).logsumexp(0))
-
-
-def ess_step_scale(old: Tensor, roll: Tensor, mask: Tensor, base_ratio: float, cap: float | None = None) -> Tensor:
-    """Section 9. The factor of this step's learning rate: sqrt(min(1, (ESS/N) / base_ratio)), N the number of rows."""
-    return (ess(old, roll, mask, cap) / mask.shape[0] / base_ratio).clamp(max=1.0).sqrt()
 
 
 # ------------------------------------------------------------------------------------------------------ 10. BAPO
@@ -677,39 +610,6 @@ def topr(lp: Tensor, roll: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- 13. FlowRL
-
-
-def flowrl_residual(
-    log_z: Tensor, lp: Tensor, ref: Tensor, advantage: Tensor, mask: Tensor, beta: float = 15.0
-) -> Tensor:
-    """Section 13. Delta_i = log Z_i + mean_t lp - beta mean_t A - mean_t ref, `[B]`; log Z and lp carry gradients."""
-    count = mask.sum(-1).clamp(min=1)
-
-    def mean(x: Tensor) -> Tensor:
-        return x.masked_fill(~mask, 0.0).sum(-1) / count
-
-    return log_z + mean(lp) - beta * mean(per_token(advantage, mask)) - mean(ref.detach())
-
-
-def flowrl(
-    log_z: Tensor,
-    lp: Tensor,
-    old: Tensor,
-    ref: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    beta: float = 15.0,
-    eps: float | None = None,
-) -> Tensor:
-    """Section 13. Sum over rows of sg(w_i) Delta_i^2, w = exp(clamp(sum_t m (lp - old), +-20)), in one published
-
-    version clamped to [1 - eps, 1 + eps]. A row without loss tokens gives 0. Published aggregation: mean over rows.
-    """
-    w = clamped_exp((lp - old).detach().masked_fill(~mask, 0.0).sum(-1))
-    if eps is not None:
-        w = w.clamp(1.0 - eps, 1.0 + eps)
-    delta = flowrl_residual(log_z, lp, ref, advantage, mask, beta)
-    return masked_sum(w * delta**2, mask.any(-1))
 
 
 # --------------------------------------------------------------------------------------- 14. high-entropy tokens

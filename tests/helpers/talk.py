@@ -1,7 +1,6 @@
 """Environments for whole runs with a model of random weights, whose turns say nothing."""
 
 import asyncio
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,15 +45,6 @@ class Forgetful(Talk):
 
     async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
         return False
-
-
-class Fragile(Talk):
-    """Fails one turn in eight; what the policy wrote decides which."""
-
-    async def reply(self, action: Action) -> Reply:
-        if zlib.crc32(action.text.encode()) % 8 == 0:
-            raise LookupError("this turn cannot be replied to")
-        return await super().reply(action)
 
 
 class Search(Talk):
