@@ -1,7 +1,8 @@
-"""Fill in settings that are null and follow from other settings and the machine, and say from what each follows.
+"""Fill in settings that are null or auto and follow from other settings and the machine, and say from what each does.
 
 Every such setting has one pure function, which returns a `Derived`. A run derives anew whenever it starts, so what it
-saves keeps the null, and a resumed run follows the machine that it is on. `--dry-run` shows the results.
+saves keeps the null, and a resumed run follows the machine that it is on; what it chose for auto it saves. `--dry-run`
+shows the results.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,9 @@ class Derived:
 
 
 def left_open(config: Config, derived: Iterable[Derived | None]) -> tuple[Derived, ...]:
-    """Return those whose settings are null; None is for what this run does not need."""
-    return tuple(each for each in derived if each is not None and reduce(getattr, each.key.split("."), config) is None)
+    """Return those whose settings are null or auto; None is for what this run does not need."""
+    open_ = (None, "auto")
+    return tuple(each for each in derived if each and reduce(getattr, each.key.split("."), config) in open_)
 
 
 def filled(config: Config, derived: Iterable[Derived | None]) -> Config:

@@ -125,6 +125,11 @@ def fused_kernels(moe: MoeConfig, *, engine: tuple[int, ...] | None, num_groups:
     }
 
 
+def groups_experts(moe: MoeConfig) -> bool:
+    """Return whether all of a rank's experts are multiplied in one grouped product where the run computes."""
+    return transformer_engine_version() is not None if moe.grouped_gemm is None else moe.grouped_gemm
+
+
 def transformer_engine_version() -> tuple[int, ...] | None:
     """Return the version of Transformer Engine (major, minor) that runs compute with here; None: without it."""
     there = platform().name == "cuda" and has_package(_TRANSFORMER_ENGINE)

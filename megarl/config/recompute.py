@@ -1,7 +1,7 @@
 """Define which activations of a model are computed again in backward instead of kept."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from megarl.config.setting import AT_LEAST_1, setting
 from megarl.errors import ConfigError
@@ -18,7 +18,9 @@ class RecomputeConfig:
     """Say what backward computes again, which saves memory and costs time."""
 
     # Activations that backward computes again: none, those of parts of a layer (selective), or of whole layers (full).
-    recompute: Literal["none", "selective", "full"] = "none"
+    # auto: the least with which the plan fits the devices, 80 GiB each if theirs are unknown; full on CPUs. Runs save
+    # what was chosen.
+    recompute: Literal["auto", "none", "selective", "full"] = "none"
     # With selective: the parts, by Megatron's names. mlp: the MLP of dense layers; moe: all of a layer's experts, with
     # their communication; shared_experts; moe_act: the products of gate and up in experts, with grouped GEMMs;
     # layernorm: norms that are not part of a matrix product; mla_up_proj: heads of latent attention; core_attn: scores,
@@ -49,6 +51,10 @@ class RecomputeConfig:
             raise ConfigError(
                 f"{key}.recompute_modules: got moe and {' and '.join(inner)}, which moe includes; remove one of them"
             )
+
+    def ways(self) -> dict[str, Any]:
+        """Return these settings by name, also of a section that has more."""
+        return {each.name: getattr(self, each.name) for each in fields(RecomputeConfig)}
 
     def in_words(self) -> str:
         """Write what is recomputed, as in `full, 5 layers` or `moe_act, layernorm`."""

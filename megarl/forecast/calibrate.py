@@ -8,14 +8,15 @@ import numpy as np
 from megarl.errors import DataError
 from megarl.forecast.costs import Constants
 from megarl.forecast.recorded import COUNTERS, column, recorded_steps
-from megarl.forecast.step import DEVICE_BYTES, planned_step
+from megarl.forecast.step import planned_step
+from megarl.plan.derive import H100_BYTES
 from megarl.record.metrics import RunPaths
 
 # The parts of a step beside generation and the weights' sync.
 _TRAINED = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
 
 
-def calibrate(recorded: Path, *, device_bytes: int = DEVICE_BYTES) -> Constants:
+def calibrate(recorded: Path, *, device_bytes: int = H100_BYTES) -> Constants:
     """Return constants with which the forecast of a run's own settings is what its median step took.
 
     recorded: the run's directory, or its timeline.jsonl or metrics.jsonl. Raises DataError as `recorded_steps`.

@@ -40,12 +40,12 @@ from functools import cache
 
 from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
 from megarl.config.lora import sent_alone
-from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.forecast.lengths import alive
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
+from megarl.plan.recompute import recomputed_share
 from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
-from megarl.record.performance import FORWARD_AND_BACKWARD, attended, forward_flops
+from megarl.record.performance import FORWARD_AND_BACKWARD, forward_flops
 from megarl.weights.families import Dims
 
 
@@ -212,30 +212,6 @@ def train_parts(
         + hardware.seconds(each * num_experts * (expert_replicas - 1) / expert_replicas, expert_replicas, ep)
     )
     return {name: seconds for name, seconds in parts.items() if seconds}
-
-
-def recomputed_share(recompute: RecomputeConfig, dims: Dims, *, num_tokens: int, chunk_layers: float) -> float:
-    """Return the share of the layers' forward pass over rows of `num_tokens` tokens that backward computes again.
-
-    chunk_layers: the layers of a model chunk. Norms and other element-wise work cost nothing.
-    """
-    if recompute.recompute == "full":
-        return min(1.0, (recompute.recompute_layers or chunk_layers) / chunk_layers)
-    experts, latent = dims.experts, dims.latent
-    num_sparse = len(experts.layers) if experts else 0
-    # Multiplications per token in all layers.
-    products = {"mlp": 3 * dims.hidden * dims.ffn * (dims.num_layers - num_sparse)}
-    if experts is not None:
-        products["shared_experts"] = 3 * dims.hidden * experts.shared_ffn * num_sparse
-        routed = dims.hidden * (3 * experts.per_token * experts.ffn + experts.num) * num_sparse
-        products["moe"] = routed + products["shared_experts"]
-    if latent is not None:
-        heads = latent.q_latent * dims.dim("q") + latent.kv_latent * dims.dim("keys_and_values")
-        products["mla_up_proj"] = heads * dims.num_layers
-    products["core_attn"] = dims.dim("q") * attended(dims, num_tokens) // num_tokens
-    modules = recompute.modules_of(has_dense=num_sparse < dims.num_layers, has_experts=num_sparse > 0)
-    flops = 2 * num_tokens * sum(products.get(name, 0) for name in modules)
-    return flops / forward_flops(dims, num_tokens=num_tokens, num_head_tokens=0)
 
 
 def bubble(layout: LayoutConfig, micro_batches: float) -> float:

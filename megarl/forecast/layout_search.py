@@ -84,6 +84,8 @@ def new_search(
     }
     spec, base = read_model_spec(directory, "--model"), with_overrides(from_dict(Config, tree), overrides)
     device_bytes, given = int(device_gib * 2**30), overridden(overrides)
+    if base.actor.recompute == "auto":
+        given -= {"actor.recompute"}
     constants = Constants()
     if calibration is not None:
         # Calibration plans a run, which takes torch.

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.recompute import RecomputeConfig
@@ -80,7 +80,7 @@ def settings_of(choice: LayoutChoice) -> dict[str, Mapping[str, object]]:
     place: dict[str, object] = {"mode": placement.mode, "offload": placement.offload}
     places = ("trainer",) if placement.mode == "colocated" else ("trainer", "engines")
     place |= {name: asdict(getattr(placement, name)) for name in places}
-    recompute = {each.name: getattr(actor, each.name) for each in fields(RecomputeConfig)}
+    recompute = RecomputeConfig.ways(actor)
     defaults = asdict(RecomputeConfig())
     default = asdict(LayoutConfig())
     found: dict[str, Mapping[str, object]] = {

@@ -1,17 +1,15 @@
 """Search for the layouts of a model that fit a number of GPUs, by the memory of `--dry-run`, and rank them by cost."""
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from megarl.cluster.roles import by_layout, roles_of
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_expert_width, check_experts, check_model, check_stages, check_tp
 from megarl.config.generation import NodesConfig
-from megarl.config.recompute import RecomputeConfig, RecomputedModule
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 from megarl.forecast.costs import StepCost, step_cost
@@ -19,20 +17,13 @@ from megarl.forecast.layout_search import MOST_STAGES, SIZES, LayoutSearch
 from megarl.host.device.platform import assuming, platform
 from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
+from megarl.plan.recompute import fitting_ways
 from megarl.plan.run_plan import DevicePlan, EnginePlan
 from megarl.plan.sizes import needs_of, plan_engine, plan_shards
 from megarl.types import TokenQuantity
 
 # Rows up to this many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
-# Parts of layers that backward may compute again, if the model has them.
-_PARTS: tuple[tuple[RecomputedModule, ...], ...] = (
-    ("moe_act", "layernorm"),
-    ("mla_up_proj",),
-    ("mlp",),
-    ("moe",),
-    ("moe", "mla_up_proj"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,28 +93,17 @@ def _fitting(
     Nothing if that fits; else parts of layers, or the fewest whole layers. trainers: as for `_with_engines`.
     """
 
-    def choices(**recompute: Any) -> list[LayoutChoice]:
-        config = _with_trainer(search, place, layout, RecomputeConfig(**recompute))
-        return list(_with_engines(search, config, place, needed, trainers))
+    found: dict[RecomputeConfig, list[LayoutChoice]] = {}
 
-    own = {each.name: getattr(search.base.actor, each.name) for each in fields(RecomputeConfig)}
-    if any(f"actor.{name}" in search.given for name in own):
-        return choices(**own)
-    if found := choices():
-        return found
-    found = choices(recompute="full")
-    if not found:
-        return []
-    dims = search.spec.dims
-    most = max(map(max, layout.chunk_layers(dims.num_layers)))
-    fewest = bisect_left(range(1, most), True, key=lambda n: bool(choices(recompute="full", recompute_layers=n))) + 1
-    if fewest < most:
-        found += choices(recompute="full", recompute_layers=fewest)
-    present = {"mlp": dims.experts is None, "mla_up_proj": dims.latent is not None}
-    for parts in _PARTS:
-        if all(present.get(part, dims.experts is not None) for part in parts):
-            found += choices(recompute="selective", recompute_modules=parts)
-    return found
+    def fits(way: RecomputeConfig) -> bool:
+        config = _with_trainer(search, place, layout, way)
+        found[way] = list(_with_engines(search, config, place, needed, trainers))
+        return bool(found[way])
+
+    own = RecomputeConfig(**RecomputeConfig.ways(search.base.actor))
+    if any(f"actor.{name}" in search.given for name in own.ways()):
+        return found[own] if fits(own) else []
+    return [choice for way in fitting_ways(search.spec.dims, layout, fits) for choice in found[way]]
 
 
 def _engine_sizes(search: LayoutSearch, gpus: int) -> list[int]:
@@ -224,10 +204,7 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
         base = replace(
             base, rollout=replace(base.rollout, schedule=schedule), algo=replace(base.algo, correction=correction)
         )
-    actor = replace(
-        base.actor, layout=layout, **{each.name: getattr(recompute, each.name) for each in fields(recompute)}
-    )
-    return replace(base, actor=actor, placement=placement)
+    return replace(base, actor=replace(base.actor, layout=layout, **recompute.ways()), placement=placement)
 
 
 def _with_engines(

@@ -6,18 +6,17 @@ from megarl.forecast.costs import Constants, Hardware, StepCost, step_cost
 from megarl.host.device.platform import assuming
 from megarl.launch.submit import StopForecast
 from megarl.plan.build import host_needs, plan_nodes, role_plan
+from megarl.plan.derive import H100_BYTES
 from megarl.plan.devices import plan_devices
 from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes
 from megarl.plan.run_plan import DevicePlan
 from megarl.plan.sizes import SizedRun, size_run
 
-# Memory of the GPU that is assumed where none is named: an H100.
-DEVICE_BYTES = 80 << 30
 # A node writes so much to shared storage per second, a low estimate.
 STORAGE_BYTES = 1e9
 
 
-def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, constants: Constants | None = None) -> StepCost:
+def planned_step(config: Config, *, device_bytes: int = H100_BYTES, constants: Constants | None = None) -> StepCost:
     """Forecast a step on GPUs with that much memory, whatever this machine is. Raises ConfigError as a run would."""
     with assuming("cuda"):
         return _cost(size_run(config, device_bytes), constants or Constants())
@@ -26,7 +25,7 @@ def planned_step(config: Config, *, device_bytes: int = DEVICE_BYTES, constants:
 def planned_stop(config: Config) -> StopForecast:
     """Forecast how long a run takes to stop, and what it needs of a host. Raises ConfigError as a run would."""
     with assuming("cuda"):
-        run, hardware = size_run(config, DEVICE_BYTES), Hardware()
+        run, hardware = size_run(config, H100_BYTES), Hardware()
         cost, num_bytes, devices = _cost(run, Constants()), 0.0, _devices(run)
         nodes = plan_nodes(run.config, run.engine, devices, by_layout(run.roles), run.shards)
         host = host_needs(run.config, run.engine, devices, nodes)

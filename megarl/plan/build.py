@@ -33,7 +33,7 @@ from megarl.host.streams import print_lines
 from megarl.plan.derive import smallest_device
 from megarl.plan.devices import checkpoint_host_bytes, plan_devices
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.render import GIB, to_json, to_text
+from megarl.plan.render import GIB, derived_lines, to_json, to_text
 from megarl.plan.run_plan import (
     DevicePlan,
     EnginePlan,
@@ -45,7 +45,16 @@ from megarl.plan.run_plan import (
     ShardPlan,
     StepPlan,
 )
-from megarl.plan.sizes import SizedRun, derive, micro_batches_at_full_length, most_micro_batches, plan_shards, size_run
+from megarl.plan.sizes import (
+    SizedRun,
+    derive,
+    micro_batches_at_full_length,
+    most_micro_batches,
+    plan_shards,
+    rows_at_once,
+    settle,
+    size_run,
+)
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.transport.process_plans import most_staging
@@ -162,6 +171,16 @@ def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPla
     )
 
 
+def settle_run(
+    config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity]
+) -> tuple[Config, tuple[RoleSpec, ...]]:
+    """Return settings and models of a run in which nothing is auto that this machine decides; print what it chose."""
+    specs = {role.role: read_model_spec(role.model.path, model_key(config, role)) for role in roles}
+    config, settled, chosen = settle(config, roles, specs, needed, smallest_device())
+    print_lines(*derived_lines(chosen))
+    return config, settled
+
+
 def derive_run(
     config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity], *, command: str = "train"
 ) -> tuple[Derived, ...]:
@@ -176,8 +195,7 @@ def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
     """Warn of weights that travel slowly, and of engines whose cache is too small for what they are given."""
     if warning := gloo_warning(bridge, config.sync, platform()):
         yield warning
-    under_way = batch_counts(config).rows_per_step * (config.rollout.schedule.staleness + 1)
-    at_once = min(engine.max_num_seqs, -(-under_way // engine.num_engines))
+    at_once = rows_at_once(config, engine)
     if engine.full_rows is not None and engine.full_rows < at_once:
         yield (
             f"rollout.engine.max_num_seqs: got {engine.max_num_seqs}, but the KV cache of an engine holds "

@@ -18,6 +18,8 @@ FILL = 0.9
 # An H100 of 80 GiB reports 79.1. The CUDA context of a process and NCCL's buffers take so many bytes; an
 # engine keeps as many while it sleeps.
 REPORTED, PROCESS_BYTES = 79.1 / 80, int(1.8 * 2**30)
+# Memory of a GPU where none is known: that of an H100.
+H100_BYTES = 80 << 30
 # Share that an engine takes where nothing else is.
 ENGINE_SHARE = 0.85
 

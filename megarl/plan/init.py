@@ -23,7 +23,7 @@ from megarl.host.writing import replacing
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model
 
-GPUS_PER_NODE, GPU_BYTES = 8, 80 << 30
+GPUS_PER_NODE = 8
 # Names by which data sets call the columns of prompts and of right answers, if not as verl does.
 PROMPT_NAMES = ("question", "problem", "messages", "instruction", "query", "input")
 LABEL_NAMES = ("answer", "ground_truth", "solution", "label", "target", "final_answer")
@@ -55,7 +55,7 @@ actor:
 _GPU_ACTOR = """\
   layout: {{tp: {tp}, pp: {pp}, dp: {dp}, sequence_parallel: {sp}}}   # of {gpus} GPUs; the first that fits 80 GiB
   micro_batch_tokens: 16384
-  recompute: full      # less memory, a third more time; none where there is room
+  recompute: auto      # of activations, in backward: the least that fits
 """
 _GPU_ENGINE = "  engine: {{num_engines: {num}, tp: {tp}}}\n"
 _GPU_PLACEMENT = """\
@@ -237,7 +237,7 @@ def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
     """Return the run file with the first layout that fits; `draft` is written over."""
     # With torch, for which mistakes in options need not wait.
     from megarl.plan.build import plan_run
-    from megarl.plan.derive import FILL
+    from megarl.plan.derive import FILL, H100_BYTES
 
     refusals: list[ConfigError] = []
     # The sizes with fewer devices per replica first, tp before pp.
@@ -246,12 +246,12 @@ def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
     for tp, pp in sorted(fitting, key=lambda each: (math.prod(each), each[1])):
         draft.write_text(text := _text(request, tp=tp, pp=pp, positions=positions), encoding="utf-8")
         try:
-            plan = plan_run(load_config(draft), device_bytes=GPU_BYTES if request.gpus else None, with_data=False)
+            plan = plan_run(load_config(draft), device_bytes=H100_BYTES if request.gpus else None, with_data=False)
         except ConfigError as error:
             refusals.append(error)
             continue
         peak = max(phase.total for device in plan.devices for phase in device.phases.values())
-        if not request.gpus or peak <= FILL * GPU_BYTES:
+        if not request.gpus or peak <= FILL * H100_BYTES:
             _check_data(draft, request, plan_run)
             return text
     if refusals:

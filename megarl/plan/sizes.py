@@ -16,6 +16,7 @@ from megarl.config.derived import Derived, filled, host_group, left_open
 from megarl.config.layout import LayoutConfig
 from megarl.config.load import packaged
 from megarl.config.lora import sent_alone
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
 from megarl.errors import ConfigError
@@ -24,6 +25,7 @@ from megarl.plan import memory as bytes_of
 from megarl.plan.derive import engine_share, moe_kernels
 from megarl.plan.devices import plan_shard
 from megarl.plan.memory import DTYPE_BYTES
+from megarl.plan.recompute import choose_recompute, with_way
 from megarl.plan.run_plan import EnginePlan, ShardPlan
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.train.forward import SOURCES, Variant
@@ -78,6 +80,7 @@ def size_run(config: Config, device_bytes: int | None) -> SizedRun:
             path = packaged(published)
         spec = specs[role.role] = read_model_spec(path, model_key(config, role))
         check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
+    config, roles, chosen = settle(config, roles, specs, needed, device_bytes)
     actor, shards = specs[Role.ACTOR], plan_shards(config, roles, specs, needed)
     derived = derive(config, by_layout(roles), shards, device_bytes, experts=actor.dims.experts)
     config = filled(config, derived)
@@ -88,8 +91,36 @@ def size_run(config: Config, device_bytes: int | None) -> SizedRun:
         needed=needed,
         shards=shards,
         engine=plan_engine(config, actor.dims, engine_bytes(config, actor, config.rollout.engine.pp), device_bytes),
-        derived=derived,
+        derived=(*chosen, *derived),
     )
+
+
+def settle(
+    config: Config,
+    roles: Sequence[RoleSpec],
+    specs: Mapping[Role, ModelSpec],
+    needed: Collection[TokenQuantity],
+    device_bytes: int | None,
+) -> tuple[Config, tuple[RoleSpec, ...], tuple[Derived, ...]]:
+    """Choose what backward recomputes where that is left open; return settings and roles with it, and what was chosen.
+
+    Engines that stay beside the trainer need room for the rows that are under way.
+    """
+    stays = config.placement.mode == "colocated" and not config.placement.offload
+
+    def shards_of(roles: Sequence[RoleSpec]) -> list[ShardPlan]:
+        return plan_shards(config, roles, specs, needed)
+
+    def engine_beside(shards: Sequence[ShardPlan], size: int) -> EnginePlan | None:
+        settings = filled(config, [engine_share(config.placement, by_layout(roles), shards, size)])
+        stage = engine_bytes(config, specs[Role.ACTOR], config.rollout.engine.pp)
+        engine = plan_engine(settings, specs[Role.ACTOR].dims, stage, size)
+        return engine if (engine.full_rows or 0) >= rows_at_once(config, engine) else None
+
+    beside, offload = engine_beside if stays else None, config.placement.offload
+    chosen = tuple(choose_recompute(roles, specs, shards_of, device_bytes, beside, offload=offload))
+    settled = filled(config, chosen)
+    return settled, with_way(roles, RecomputeConfig(**settled.actor.ways())), chosen
 
 
 def derive(
@@ -176,6 +207,12 @@ def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
         sum(sum(map(num_elements, boxes)) * (1 if name in rounded else dtype_bytes) for name, boxes in stage.items())
         for stage in stages
     )
+
+
+def rows_at_once(config: Config, engine: EnginePlan) -> int:
+    """Return how many rows an engine generates at a time."""
+    under_way = batch_counts(config).rows_per_step * (config.rollout.schedule.staleness + 1)
+    return min(engine.max_num_seqs, -(-under_way // engine.num_engines))
 
 
 def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int | None) -> EnginePlan:

@@ -1,23 +1,27 @@
 """Plan a run of supervised training from its configuration, config.json and data, without starting anything."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megarl.cluster.object_store import object_store
-from megarl.config.derived import Derived, left_open
+from megarl.config.derived import Derived, filled, left_open
+from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
 from megarl.host.streams import print_lines
 from megarl.plan.build import role_plan
+from megarl.plan.derive import smallest_device
 from megarl.plan.devices import plan_shard
+from megarl.plan.recompute import choose_recompute, with_way
 from megarl.plan.render import derived_lines, role_lines, shard_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
 from megarl.record.checkpoints import Command
 from megarl.train.supervised_inputs import Examples
-from megarl.train.tasks import SUPERVISED
+from megarl.train.tasks import SUPERVISED, OpenedTask
+from megarl.types.messages import RoleSpec
 from megarl.weights.families import read_model_spec
 
 
@@ -54,9 +58,30 @@ def print_supervised_plan(command: Command, config: Config, *, as_json: bool) ->
         print_lines(*_lines(plan))
 
 
+def open_task(command: Command, config: Config) -> tuple[OpenedTask, tuple[Derived, ...]]:
+    """Open a supervised run, and choose what is auto by this machine's devices; return that, too."""
+    opened = SUPERVISED[command](config)
+    roles = (opened.task.role, *opened.task.frozen)
+    specs = {role.role: read_model_spec(role.model.path) for role in roles}
+
+    def shards_of(roles: Sequence[RoleSpec]) -> list[ShardPlan]:
+        # A batch has no more micro-batches than rows.
+        return [
+            plan_shard(role, specs[role.role], stage, num_micro_batches=2 * opened.task.batch_size)
+            for role in roles
+            for stage in range(role.layout.pp)
+        ]
+
+    chosen = tuple(choose_recompute(roles, specs, shards_of, smallest_device()))
+    config = filled(opened.inputs.config, chosen)
+    role, *frozen = with_way(roles, RecomputeConfig(**config.actor.ways()))
+    task, inputs = replace(opened.task, role=role, frozen=tuple(frozen)), replace(opened.inputs, config=config)
+    return OpenedTask(inputs=inputs, task=task), chosen
+
+
 def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
     """Check a supervised run's configuration, models and data as the run would, and make its plan."""
-    opened = SUPERVISED[command](config)
+    opened, chosen = open_task(command, config)
     inputs, task, config = opened.inputs, opened.task, opened.inputs.config
     roles = (task.role, *task.frozen)
     specs = [read_model_spec(role.model.path) for role in roles]
@@ -91,7 +116,7 @@ def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
             for stage in range(role.layout.pp)
         ),
         notes=inputs.notes,
-        derived=left_open(config, [object_store(config, command)]),
+        derived=(*chosen, *left_open(config, [object_store(config, command)])),
         warnings=inputs.warnings,
     )
 

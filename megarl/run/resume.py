@@ -81,6 +81,8 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     If neither run has a critic, settings of the critic are ignored: checkpoints of earlier versions may hold unused
     ones.
     """
+    if new.actor.recompute == "auto":
+        new = replace(new, actor=replace(new.actor, **old.actor.ways()))
     # Nothing is known here of other plugins.
     if old.algo.plugins == new.algo.plugins and not any(estimator_of(each.algo).needs_values for each in (old, new)):
         old = replace(old, critic=new.critic)

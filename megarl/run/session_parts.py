@@ -1,7 +1,7 @@
 """Start the processes of a session, and keep together what its calls use; these are the parts of a `Trainer`."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.algos.value_loss import ValueLoss
@@ -13,7 +13,7 @@ from megarl.cluster.workers import RoleWorkers
 from megarl.config.derived import left_open
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.writing import writing
-from megarl.plan.build import derive_run
+from megarl.plan.build import derive_run, settle_run
 from megarl.record.activity import doing
 from megarl.record.checkpoints import STATE_FILE, RunState, mark_complete, read_checkpoint
 from megarl.record.inputs import RunInputs
@@ -112,7 +112,8 @@ class SessionParts:
 
 def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engines: bool) -> SessionParts:
     """Start a cluster, which ends with `stack`, and load the models."""
-    config, roles = inputs.config, inputs.roles
+    config, roles = settle_run(inputs.config, inputs.roles, inputs.algorithm.requires())
+    inputs = replace(inputs, config=config, roles=roles)
     derived = left_open(config, [object_store(config)])
     files = RunInputs.of(config, "session")
     files.hash_in_background()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.cluster.object_store import object_store
@@ -14,7 +15,9 @@ from megarl.host.streams import print_lines
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
-from megarl.plan.build import derive_run
+from megarl.plan.build import derive_run, settle_run
+from megarl.plan.render import derived_lines
+from megarl.plan.supervised import open_task
 from megarl.record.activity import current_activity, doing
 from megarl.record.checkpoints import Checkpoint, Command, Resume, forget_after
 from megarl.record.inputs import RunInputs
@@ -24,7 +27,6 @@ from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, require_plugins_of_run, resume_notes, with_models_of_run
 from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
-from megarl.train.tasks import SUPERVISED
 
 
 def train(config: Config, *, overwrite: bool = False, resume: Resume | None = None) -> RunRecorder:
@@ -37,8 +39,9 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
             if resume:
                 require_plugins_of_run(config)
             inputs = open_train_inputs(with_models_of_run(config) if resume else config)
-        config = inputs.config
-        derived = derive_run(config, inputs.roles, inputs.algorithm.requires())
+        config, roles = settle_run(inputs.config, inputs.roles, inputs.algorithm.requires())
+        inputs = replace(inputs, config=config, roles=roles)
+        derived = derive_run(config, roles, inputs.algorithm.requires())
         files = RunInputs.of(config, "train")
         checkpoint = find_checkpoint(config, "train", resume, files) if resume else None
         with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
@@ -67,8 +70,9 @@ def train_supervised(
         with doing("reading model and data"):
             if resume:
                 require_plugins_of_run(config)
-            opened = SUPERVISED[command](with_models_of_run(config) if resume else config)
+            opened, chosen = open_task(command, with_models_of_run(config) if resume else config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
+        print_lines(*derived_lines(chosen))
         derived = left_open(config, [object_store(config, command)])
         files = RunInputs.of(config, command)
         checkpoint = find_checkpoint(config, command, resume, files) if resume else None

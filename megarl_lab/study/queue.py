@@ -32,7 +32,7 @@ from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.signals import last_stop_signal
 from megarl.host.streams import print_lines
-from megarl.plan.build import derive_run
+from megarl.plan.build import derive_run, settle_run
 from megarl.record.checkpoints import complete_steps
 from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths, read_metrics
@@ -180,14 +180,15 @@ def plan_study(study: Study) -> StudyPlan:
                 finished[place] = config.run.name
                 continue
             inputs = open_train_inputs(config)
+            config, roles = settle_run(config, inputs.roles, inputs.algorithm.requires())
         except (ConfigError, DataError) as error:
             raise type(error)(f"{queued.full_name}: {error}") from error
         planned = PlannedRun(
             place=place,
             config=config,
-            roles=inputs.roles,
+            roles=roles,
             architecture={k: v for k, v in inputs.spec.hf_config.items() if k not in _INCIDENTAL},
-            derived=derive_run(config, inputs.roles, inputs.algorithm.requires()),
+            derived=derive_run(config, roles, inputs.algorithm.requires()),
         )
         waiting.append(planned)
     plan = StudyPlan(num_runs=len(study.runs), finished=finished, waiting=tuple(waiting))

@@ -15,12 +15,13 @@ from megarl.config import from_dict, load_config
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
-from megarl.forecast.costs import Constants, Hardware, bubble, generate_parts, read_share, recomputed_share, train_parts
+from megarl.forecast.costs import Constants, Hardware, bubble, generate_parts, read_share, train_parts
 from megarl.forecast.layout_search import LayoutSearch, new_search
 from megarl.forecast.plan_layouts import host_bytes, layout_text, settings_of
 from megarl.forecast.search import LayoutChoice, find_layouts
 from megarl.host.device.platform import CudaPlatform
 from megarl.plan.build import plan_run
+from megarl.plan.recompute import recomputed_share
 from megarl.plan.run_plan import EnginePlan
 from megarl.weights.families import read_model_spec
 from tests.helpers.small_model import write_config
