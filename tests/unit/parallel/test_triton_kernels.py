@@ -31,7 +31,7 @@ NAMES += [f"{dtype}-{change}" for dtype in ("bfloat16", "float32") for change in
 
 def start_child(function: str, path: Path) -> subprocess.Popen[bytes]:
     """A process with Triton on its import path, which writes what `function` makes to `path`."""
-    folder = install.kernels_folder(Path(sys.prefix))
+    folder = install.folder_apart(Path(sys.prefix), install.KERNELS)
     if not (folder / "triton").is_dir():
         pytest.fail(f"{folder} has no Triton; run `make install`")
     environment = {**os.environ, "PYTHONPATH": str(folder), "TRITON_CACHE_DIR": str(path.with_suffix(".cache"))}
