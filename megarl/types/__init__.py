@@ -26,6 +26,7 @@ from megarl.types.arrays import (
     token_versions,
     version_spans,
 )
+from megarl.types.images import RowImage
 from megarl.types.rows import Row, Rows, TokenQuantity, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     DROPPED,
@@ -86,6 +87,7 @@ __all__ = [
     "RolloutBatch",
     "Row",
     "RowBatch",
+    "RowImage",
     "Rows",
     "Sample",
     "ScoredBatch",

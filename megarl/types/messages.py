@@ -56,6 +56,14 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """How a model reads images. store: the directory that has them by digest. trains: whether its tower is trained."""
+
+    store: str
+    trains: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
     """A model of the run and its role. If it is not `trainable`, it has neither gradient buffers nor an optimizer.
 
@@ -64,7 +72,7 @@ class RoleSpec:
     and the other's are switched off when it computes. in_update_of: the role in whose update this one computes too,
     instead of a pass of its own. update_rate: by which share of the way its weights, or its adapters alone, move to the
     actor's after each of the actor's optimizer steps; None: they stay. update_every: they move in the steps whose
-    number it divides.
+    number it divides. vision: None: the model reads texts alone.
     """
 
     role: Role
@@ -76,6 +84,7 @@ class RoleSpec:
     in_update_of: Role | None = None
     update_rate: float | None = None
     update_every: int = 1
+    vision: Vision | None = None
 
     @property
     def changes(self) -> bool:

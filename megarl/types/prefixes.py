@@ -1,7 +1,8 @@
 """Find the prefixes that rows have in common, so that a model computes each of them once.
 
 Rows with the same first tokens form a tree: a conversation that forks, or the samples of a prompt. Two rows have a
-token in common if all tokens up to it are the same in both, and so are the experts recorded for these, if any.
+token in common if all tokens up to it are the same in both, and so are the images that these show and the experts
+recorded for them, if any.
 """
 
 import bisect
@@ -13,6 +14,7 @@ import numpy as np
 
 from megarl.types import Row
 from megarl.types.arrays import ordering_key
+from megarl.types.images import first_other
 
 
 def count_shared(a: Row, b: Row) -> int:
@@ -23,6 +25,8 @@ def count_shared(a: Row, b: Row) -> int:
     """
     # From the first fork that only one of them has, equal tokens follow others.
     count = min(a.num_tokens, b.num_tokens, *(fork.start for fork in {*a.forks} ^ {*b.forks}))
+    if (other := first_other(a.images, b.images)) is not None:
+        count = min(count, other)
     differ = a.token_ids[:count] != b.token_ids[:count]
     if a.routed_experts is not None and b.routed_experts is not None:
         differ |= (a.routed_experts[:count] != b.routed_experts[:count]).any((1, 2))
@@ -88,10 +92,13 @@ def held_prefixes(rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 def _token_order(rows: Sequence[Row]) -> list[int]:
-    # After each token stands which one it follows, if that is not the one before.
-    keys = [np.zeros((row.num_tokens, 2), np.uint32) for row in rows]
+    # After each token stands which one it follows, if that is not the one before, and the image that it shows.
+    numbers = {digest: i for i, digest in enumerate(sorted({each.digest for row in rows for each in row.images}), 1)}
+    keys = [np.zeros((row.num_tokens, 3 if numbers else 2), np.uint32) for row in rows]
     for key, row in zip(keys, rows, strict=True):
         key[:, 0] = row.token_ids
         for start, after in row.forks:
             key[start, 1] = after + 2
+        for image in row.images:
+            key[image.places, 2] = numbers[image.digest]
     return sorted(range(len(rows)), key=[ordering_key(key) for key in keys].__getitem__)

@@ -20,6 +20,7 @@ from megarl.types.arrays import (
     require_labels_in_nucleus,
 )
 from megarl.types.forks import Fork, Indices, after_other_prompt, branches, path_to, require_forks
+from megarl.types.images import RowImage, images_on, require_images
 from megarl.types.samples import Sample
 
 # The name of the quantity of chosen rows that says by how much they are to be preferred at least.
@@ -61,6 +62,7 @@ class Row:
     hinted_prompt: the prompt that a teacher reads instead of the row's own; None: it reads the same. labels: [R] int32,
     the tokens whose log-probs are computed at the places of the response's; None: these themselves. num_uncounted: how
     many of its first tokens do not count in the balance of experts, as they count in another row of the mini-batch.
+    images: what its tokens show, in order.
     """
 
     uid: str
@@ -76,6 +78,7 @@ class Row:
     hinted_prompt: IdArray | None = None
     labels: IdArray | None = None
     num_uncounted: int = 0
+    images: tuple[RowImage, ...] = ()
 
     def __post_init__(self) -> None:
         shape = (len(self.token_ids) - self.num_prompt_tokens,)
@@ -88,6 +91,8 @@ class Row:
             require_experts_of_tokens(self.routed_experts, len(self.token_ids), f"row {self.label}")
         if self.nucleus is not None:
             require_labels_in_nucleus(self.nucleus, self.label_ids, f"row {self.label}")
+        if self.images:
+            require_images(self.images, self.num_tokens, f"row {self.label}")
         if self.forks:
             first, whose = self.num_prompt_tokens, f"row {self.label}"
             require_forks(self.forks, num_given=first, num_tokens=self.num_tokens, whose=whose)
@@ -154,6 +159,8 @@ class Row:
 
         Branches of a conversation that does not go on from its whole prompt do not read the other one.
         """
+        if self.images:
+            raise ValueError(f"row {self.label}: shows images, and another prompt would have none of them")
         return Row(
             uid=self.uid,
             sample_index=self.sample_index,
@@ -191,6 +198,7 @@ class Row:
             hinted_prompt=hinted_prompt,
             labels=self.labels,
             num_uncounted=self.num_uncounted,
+            images=self.images,
         )
 
 
@@ -245,6 +253,7 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
                 likely=None if row.likely is None else row.likely.at(columns),
                 labels=None if row.labels is None else row.labels[columns],
                 num_uncounted=num_uncounted,
+                images=images_on(row.images, path),
             ),
             owner=owner,
             columns=columns,
