@@ -27,7 +27,8 @@ from megatron.core.tensor_parallel import (
 from torch.distributed import ProcessGroup
 
 from megarl.config.lora import LoraConfig
-from megarl.parallel.model import PackedModel, ValueModel, model_slices, named_shards, rank_slices
+from megarl.parallel.building import model_slices, named_shards, rank_slices
+from megarl.parallel.model import PackedModel, ValueModel
 from megarl.weights.adapter_files import initial_tensor, read_adapters
 from megarl.weights.adapters import adapter_name, adapter_spec
 from megarl.weights.dims import Dims

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.host.device.platform import platform
-from megarl.parallel.model import PackedModel, named_shards, rank_slices
+from megarl.parallel.building import named_shards, rank_slices
+from megarl.parallel.model import PackedModel
 from megarl.weights.families import ModelSpec
 
 

@@ -1,9 +1,7 @@
 """Define policy and value models as Megatron GPT models that return log-probs or values instead of logits."""
 
 import contextlib
-import itertools
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.host.device.platform import platform
-from megarl.parallel.backend import attends_by_blocks, packs_attention, shares_prefixes
-from megarl.parallel.gathered_attention import gathering_obstacle
+from megarl.parallel.backend import packs_attention
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.distill import DistilledLogprobs
 from megarl.parallel.head.given_teachers import TeacherLogits
@@ -29,19 +24,16 @@ from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead, TokenSquares, TokenStates, TopTokens
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.parallel.layout import Layout
-from megarl.parallel.megatron_config import transformer_config
 from megarl.parallel.modules import block_spec
 from megarl.parallel.moe.router import moe_layers
 from megarl.parallel.packing import Pack
 from megarl.parallel.residual import scaled_residuals
+from megarl.parallel.tower import VisionTower, add_features_after, embed_pack, mrope_angles
 from megarl.types.messages import Head
+from megarl.vision.reader import ImageReader
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
-from megarl.weights.safetensors_headers import model_files
-from megarl.weights.safetensors_map import map_model
 from megarl.weights.shards import padded_vocab
-from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
-from megarl.weights.tables import VALUE_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +62,7 @@ class PackedModel(GPTModel):
         by_blocks: bool,
         packs_all: bool,
         has_adapters: bool,
+        reader: ImageReader | None,
     ) -> None:
         num_rows = padded_vocab(spec.dims.vocab, layout.config, vocab_multiple)
         layers = block_spec(
@@ -94,7 +87,10 @@ class PackedModel(GPTModel):
             rotary_base=spec.rope_theta,
             rotary_percent=spec.dims.rotary_fraction,
             vp_stage=vp_stage,
+            # Features of images come first.
+            scatter_embedding_sequence_parallel=spec.tower is None,
         )
+        self.tower, self.mrope = _first_stage_tower(self, spec, reader), spec.tower.mrope if spec.tower else None
         if spec.dims.latent is None:
             # Latent attention computes its own from its options.
             self.rotary_pos_emb.inv_freq = _frequencies(spec, self.rotary_pos_emb.inv_freq)
@@ -121,14 +117,23 @@ class PackedModel(GPTModel):
     def hidden_states(self, pack: Pack) -> torch.Tensor:
         """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
         with contextlib.ExitStack() as stack:
+            embedded = None
+            if self.tower is not None:
+                group = self.layout.tp_group if self.config.sequence_parallel else None
+                embedded, pack.added[:] = embed_pack(self.embedding, self.tower, pack, group)
+            if self.mrope is not None:
+                assert pack.rope is not None
+                angles = mrope_angles(self.rotary_pos_emb.inv_freq, pack.rope, self.mrope)
+                stack.enter_context(self.rotary_pos_emb.register_forward_hook(lambda *_: angles))
             # Latent attention has its own angles.
-            if pack.shares_prefixes and self.spec.dims.latent is None:
+            elif pack.shares_prefixes and self.spec.dims.latent is None:
                 # Megatron makes the angles of positions 0, 1, …; of as many as tokens, each token gets its own.
                 own = self.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][pack.position_ids[0]])
                 stack.enter_context(own)
             return super().forward(
                 input_ids=pack.input_ids,
                 position_ids=pack.position_ids,
+                decoder_input=embedded,
                 attention_mask=None,
                 packed_seq_params=pack.packed_seq_params,
             )
@@ -141,6 +146,15 @@ class PackedModel(GPTModel):
         rows = pack.scatter(values)
         group = self.layout.cp_group
         return reduce_from_tensor_model_parallel_region(rows, group=group) if group.size() > 1 else rows
+
+
+def _first_stage_tower(model: GPTModel, spec: ModelSpec, reader: ImageReader | None) -> VisionTower | None:
+    """Return the tower with which a model's first stage reads images, for a spec that has one."""
+    if spec.tower is None or reader is None or not model.pre_process:
+        return None
+    tower = VisionTower(spec.path, spec.tower, reader, model.config.params_dtype)
+    add_features_after(model.decoder.layers, tower.num_added)
+    return tower
 
 
 def _frequencies(spec: ModelSpec, inv_freq: torch.Tensor) -> torch.Tensor:
@@ -232,114 +246,3 @@ class ValueModel(PackedModel):
 
 
 HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: ValueModel}
-
-
-def named_shards(chunk: PackedModel, *, of_adapters: bool = False) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Yield (name, name in the chunk, shard) of parameters and router biases; layers in the first name count globally.
-
-    of_adapters: yield the adapters' parameters, and else all others.
-    """
-    layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
-    biases = (named for named in chunk.named_buffers() if named[0].endswith(".router.expert_bias"))
-    for name, parameter in itertools.chain(chunk.named_parameters(), biases):
-        parts = name.split(".")
-        if ("lora" in parts) is not of_adapters:
-            continue
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = layers[parts[2]]
-        yield ".".join(parts), name, parameter
-
-
-def rank_slices(
-    shards: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, layout: Layout, *, by_expert: bool = False
-) -> Iterator[Slice]:
-    """Yield the slices of Hugging Face tensors that shards of this rank hold, by the weight table of `spec`.
-
-    by_expert: as a weight sync sends them; see `ModelSpec.expected_tensors`.
-    """
-    position = ShardPosition(
-        tp_rank=layout.tp_group.rank(),
-        tp_size=layout.config.tp,
-        replica=layout.replica_group.rank(),
-        num_replicas=layout.replica_group.size(),
-    )
-    # The place of this rank's experts: `tp_*` are those of expert tensor parallelism.
-    expert_position = ShardPosition(
-        tp_rank=layout.etp_group.rank(),
-        tp_size=layout.config.etp,
-        replica=layout.expert_replica_group.rank(),
-        num_replicas=layout.expert_replica_group.size(),
-        ep_rank=layout.ep_group.rank(),
-        ep_size=layout.config.ep,
-    )
-    return shard_slices(shards, spec, position, expert_position, by_expert=by_expert)
-
-
-def model_slices(chunks: Sequence[PackedModel], *, by_expert: bool = False) -> Iterator[Slice]:
-    """Yield this rank's slices of Hugging Face tensors, as views of the live parameters of all its model chunks.
-
-    by_expert: as in `rank_slices`.
-    """
-    shards = [(name, shard.data) for chunk in chunks for name, _, shard in named_shards(chunk)]
-    return rank_slices(shards, chunks[0].spec, chunks[0].layout, by_expert=by_expert)
-
-
-def build_model(
-    spec: ModelSpec,
-    model: ModelConfig,
-    actor: ActorConfig,
-    layout: Layout,
-    head: Head = Head.LM,
-    *,
-    batch_invariant: bool = False,
-    base: Sequence[PackedModel] | None = None,
-) -> list[PackedModel]:
-    """Build this rank's model chunks (several only with virtual pipelining) and load weights from safetensors files.
-
-    base: chunks of the same model in the same layout, whose memory these have for all that both have.
-    """
-    config = transformer_config(spec, getattr(torch, model.dtype), actor, layout, batch_invariant=batch_invariant)
-    virtual, shares = layout.config.virtual_pp, shares_prefixes(actor)
-
-    def build(*, gathers: bool) -> list[PackedModel]:
-        by_blocks = attends_by_blocks(actor, spec, gathers=gathers)
-        return [
-            HEADS[head](
-                spec=spec,
-                layout=layout,
-                config=config,
-                vocab_multiple=model.vocab_multiple,
-                vp_stage=stage,
-                shares=shares,
-                by_blocks=by_blocks,
-                packs_all=not (gathers or by_blocks),
-                has_adapters=actor.lora is not None,
-            )
-            for stage in (range(virtual) if virtual > 1 else (None,))
-        ]
-
-    chunks = build(gathers=True)
-    gathers = shares and any(each.gathers_keys for each in chunks)
-    if gathers and (obstacle := gathering_obstacle(chunks, layout.schedule_groups)) is not None:
-        # Freed before others are made.
-        chunks.clear()
-        chunks = build(gathers=False)
-        kernel = "FlexAttention" if chunks[0].plans_blocks else "scaled_dot_product_attention"
-        what = "Transformer Engine cannot attend to prefixes that rows share"
-        warnings.warn(f"{what}, so torch's {kernel} does: {obstacle}; or set share_prefixes=false", stacklevel=2)
-    for chunk in chunks:
-        chunk.to(platform().device())
-        # No checkpoint fills the padding of the vocabulary, which must not keep random weights.
-        for name, parameter in chunk.named_parameters():
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                parameter.data.zero_()
-    slices = model_slices(chunks)
-    for chunk, held in zip(chunks, base or (), strict=base is not None):
-        shards = {name: shard.data for name, _, shard in named_shards(held)}
-        for name, _, shard in named_shards(chunk):
-            if name in shards:
-                shard.data = shards[name]
-    if base is not None:
-        slices = (part for part in slices if part.tensor == VALUE_HEAD)
-    load_slices(slices, map_model(model_files(spec.path)), optional=(VALUE_HEAD,))
-    return chunks

@@ -20,6 +20,7 @@ def pack_for(models: Sequence[PackedModel], rows: Sequence[Row]) -> Pack:
         gathers_keys=any(each.gathers_keys for each in models),
         plans_blocks=any(each.plans_blocks for each in models),
         replay_routing=models[0].replays_routing,
+        has_mrope=any(each.mrope is not None for each in models),
     )
 
 

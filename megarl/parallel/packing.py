@@ -11,7 +11,7 @@ predicted by the hidden state of the row's token prompt + t − 1, from which th
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
 from megarl.parallel.path_blocks import PathBlocks, plan_blocks
 from megarl.types import IdArray, Row
+from megarl.types.images import rope_positions
 from megarl.types.prefixes import held_prefixes
 from megarl.types.rows import RowPath, paths_of
 
@@ -59,6 +60,15 @@ class PackSeqParams(PackedSeqParams):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackImage:
+    """An image of a pack. features: the numbers of its features that stand at `tokens`, among this rank's T."""
+
+    digest: str
+    features: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
     """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
 
@@ -74,7 +84,9 @@ class Pack:
     routed_experts: [T, layers, k] the experts to which tokens must be routed, -1 where the router chooses; None: it
     chooses all. nucleus: [N, K] the tokens from which each label was sampled, as in `Row`; None: from the whole
     vocabulary. likely_ids, likely_logprobs: [N, K] the tokens that a teacher would write, as in `Row`; None: no teacher
-    was asked.
+    was asked. rope: [3, tokens of the whole pack] the positions by which M-RoPE turns heads; None: the model has one
+    axis. images: those that a token of this rank shows. added: what each of the first layers adds to its output, which
+    the model fills in.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -96,6 +108,9 @@ class Pack:
     nucleus: torch.Tensor | None = None
     likely_ids: torch.Tensor | None = None
     likely_logprobs: torch.Tensor | None = None
+    rope: torch.Tensor | None = None
+    images: tuple[PackImage, ...] = ()
+    added: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def packed_seq_params(self) -> PackSeqParams:
@@ -131,6 +146,7 @@ def pack_rows(
     gathers_keys: bool = False,
     plans_blocks: bool = False,
     replay_routing: bool = False,
+    has_mrope: bool = False,
 ) -> Pack:
     """Pack rows into one sequence for the model.
 
@@ -139,16 +155,14 @@ def pack_rows(
     without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
     shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
     layers with Transformer Engine's attention, if rows share prefixes. plans_blocks: for layers whose attention is
-    `PathAttention`. replay_routing: route tokens to the experts that their rows recorded, if any.
+    `PathAttention`. replay_routing: route tokens to the experts that their rows recorded, if any. has_mrope: positions
+    have three axes.
     """
     paths = paths_of(rows)
     placed = _arrange(alone := [path.row for path in paths], alignment, shares_prefixes)
     offsets, lengths = placed.offsets, np.diff(placed.offsets).tolist()
     tokens, position_ids, (predictors, labels, row_index, column_index), counting = _fill(paths, placed)
-    local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))
-    # Where each position of the pack lies on this rank; -1 if another rank has it.
-    place = np.full(len(tokens), -1, dtype=np.int64)
-    place[local] = np.arange(len(local))
+    local, place = _local_places(lengths, alignment)
     predicted_at = place[predictors]
     mine = np.argsort(predicted_at, kind="stable")[np.count_nonzero(predicted_at < 0) :]
     shares = predicted_at[mine] // (len(local) // alignment.tp)
@@ -157,9 +171,8 @@ def pack_rows(
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
-    experts = _routed_experts(alone, placed) if replay_routing else None
     packed, own_parts = [alone[i] for i in placed.order], (placed.sequences, np.diff(offsets), device)
-    likely = [row.likely for row in packed]
+    experts, likely = _routed_experts(alone, placed) if replay_routing else None, [row.likely for row in packed]
     return Pack(
         input_ids=tensor(tokens[local])[None],
         position_ids=tensor(position_ids[local])[None],
@@ -180,7 +193,49 @@ def pack_rows(
         nucleus=_of_labels(packed, [row.nucleus for row in packed], mine, device, fill=-1),
         likely_ids=_of_labels(packed, [e.ids if e else None for e in likely], mine, device, fill=-1),
         likely_logprobs=_of_labels(packed, [e.logprobs if e else None for e in likely], mine, device, fill=-np.inf),
+        rope=tensor(_rope(packed, placed)) if has_mrope else None,
+        images=_images(packed, placed, place, device),
     )
+
+
+def _local_places(
+    lengths: Sequence[int], alignment: PackAlignment
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the positions of the pack that this rank has, and where each one lies on it; -1: another rank has it."""
+    local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(sum(lengths))
+    place = np.full(sum(lengths), -1, dtype=np.int64)
+    place[local] = np.arange(len(local))
+    return local, place
+
+
+def _rope(rows: Sequence[Row], placed: "_Arrangement") -> npt.NDArray[np.int64]:
+    """Return the positions [3, tokens] of a pack by which M-RoPE turns heads; those of padding count up."""
+    positions = np.empty((3, placed.offsets[-1]), np.int64)
+    rest = [()] * (len(placed.sequences) - len(rows))
+    for sequence, images in zip(placed.sequences, [*(row.images for row in rows), *rest], strict=True):
+        positions[:, sequence] = rope_positions(len(sequence), images)
+    return positions
+
+
+def _images(
+    rows: Sequence[Row], placed: "_Arrangement", place: npt.NDArray[np.int64], device: torch.device
+) -> tuple[PackImage, ...]:
+    """Return the images of a pack, each once however often rows show it, without those of other ranks' tokens."""
+    found: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for row, sequence, start in zip(rows, placed.sequences, placed.offsets, strict=False):
+        for image in row.images:
+            # Shared ones are those of the row that holds them.
+            if (at := sequence[image.places])[0] >= start:
+                found.setdefault(image.digest, []).append(place[at])
+    images = []
+    for digest, everywhere in found.items():
+        numbers = [np.flatnonzero(at >= 0) for at in everywhere]
+        features = np.concatenate(numbers)
+        tokens = np.concatenate([at[own] for at, own in zip(everywhere, numbers, strict=True)])
+        if len(tokens):
+            made = (torch.from_numpy(each).to(device) for each in (features, tokens))
+            images.append(PackImage(digest=digest, features=next(made), tokens=next(made)))
+    return tuple(images)
 
 
 def _fill(

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import (
@@ -20,12 +21,15 @@ from megarl.config.lora import sent_alone
 from megarl.config.schema import OptimizerConfig
 from megarl.parallel.adapters import adapter_slices, attach_adapters
 from megarl.parallel.averaging import MovingAverage
+from megarl.parallel.building import build_model, model_slices
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
-from megarl.parallel.model import PackedModel, build_model, model_slices
+from megarl.parallel.model import PackedModel
 from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizers import optimizer_settings
 from megarl.types.messages import Head, RoleSpec, Teaching
+from megarl.vision.reader import ImageReader
+from megarl.vision.store import ImageStore
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.merging import Merger
 from megarl.weights.slices import Slice
@@ -161,7 +165,10 @@ def load_role(
     batch_invariant: whether `make_batch_invariant` was called in this process. base: the role whose frozen weights are
     those of this one.
     """
-    model_spec = read_model_spec(spec.model.path)
+    model_spec, reader = read_model_spec(spec.model.path), None
+    if spec.vision is not None:
+        model_spec = model_spec.with_tower(trains=spec.vision.trains)
+        reader = ImageReader(model_spec.path, ImageStore(Path(spec.vision.store)))
     chunks = build_model(
         model_spec,
         spec.model,
@@ -170,6 +177,7 @@ def load_role(
         spec.head,
         batch_invariant=batch_invariant,
         base=None if base is None else base.chunks,
+        reader=reader,
     )
     for chunk in chunks:
         chunk.replays_routing = spec.replays_routing

@@ -192,7 +192,7 @@ class RankWorker:
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""
-        from megarl.parallel.model import model_slices
+        from megarl.parallel.building import model_slices
         from megarl.weights.safetensors_map import map_model
         from megarl.weights.slices import count_elements, slice_checksums, store_slices
 

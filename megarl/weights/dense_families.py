@@ -15,7 +15,7 @@ from megarl.weights.blocks import (
 )
 from megarl.weights.multipliers import NO_MULTIPLIERS
 from megarl.weights.rules import Activation, Family
-from megarl.weights.tables import register_family, register_multimodal
+from megarl.weights.tables import FAMILIES, register_family, register_multimodal
 
 _MISTRAL = Family(
     name="mistral",
@@ -187,7 +187,9 @@ register_multimodal(
     name="gemma3",
     architecture="Gemma3ForConditionalGeneration",
     prefix="language_model.model.",
+    vision={},
     towers=("vision_tower.", "multi_modal_projector."),
+    no_images="tokens of an image see each other, in this model, and megarl's attention is causal",
     defaults={
         "num_attention_heads": 8,
         "rms_norm_eps": 1e-6,
@@ -201,5 +203,21 @@ register_multimodal(
     architecture="Mistral3ForConditionalGeneration",
     prefix="language_model.model.",
     head=f"language_model.{OUTPUT_HEAD}",
-    towers=("vision_tower.", "multi_modal_projector."),
+    vision={"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
+)
+# As published; only transformers names its modules otherwise.
+register_multimodal(
+    FAMILIES.get("qwen2"),
+    name="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    prefix="model.",
+    vision={"visual.": "visual."},
+    ignored_rope=("mrope_section",),
+)
+register_multimodal(
+    FAMILIES.get("qwen3"),
+    name="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    ignored_rope=("mrope_section", "mrope_interleaved"),
+    interleaves_mrope=True,
 )

@@ -117,7 +117,8 @@ class Dims:
     num_norms: int = 2
 
     def dim(self, symbol: str) -> int:
-        return self._sizes[symbol]
+        # Tensors of a vision tower have numbers in the place of symbols.
+        return int(symbol) if symbol.isdecimal() else self._sizes[symbol]
 
     # Cached because plans of large models look sizes up a million times.
     @functools.cached_property

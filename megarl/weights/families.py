@@ -26,6 +26,7 @@ from megarl.weights.rope import (
     split_rope,
 )
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, REFUSED, VALUE_HEAD, Family, Layers, WeightRule
+from megarl.weights.towers import Tower, read_tower
 from megarl.weights.twins import check_twins
 
 __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
@@ -54,6 +55,7 @@ class ModelSpec:
     """The description of a model, read from its directory: family, sizes, and other settings that Megatron needs.
 
     score_scale: the factor of attention scores without what their rope adds, if not that of the heads' width.
+    tower: what its images are read with; None: it reads texts alone.
     score_cap, logit_cap: c if attention scores, and the model's logits, are capped from x to c·tanh(x/c).
     """
 
@@ -70,6 +72,16 @@ class ModelSpec:
     score_scale: float | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+    tower: Tower | None = None
+
+    def with_tower(self, *, trains: bool) -> "ModelSpec":
+        """Return the spec of the model that reads images, too. trains: whether the tower is trained."""
+        return replace(self, tower=read_tower(self.path, self.family, self.hf_config, trains=trains))
+
+    @property
+    def weights(self) -> tuple[WeightRule, ...]:
+        """Return the weight rules of all parts that are trained."""
+        return self.family.weights if self.tower is None else (*self.family.weights, *self.tower.trained)
 
     @property
     def softmax_scale(self) -> float | None:
@@ -91,7 +103,7 @@ class ModelSpec:
         absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
         # There may be tens of thousands of tensors, but only a few distinct shapes, so compute each once.
         shapes = dict[str, tuple[int, ...]]()
-        for rule in self.family.weights:
+        for rule in self.weights:
             rows = Counter[str]()
             for tensor in rule.tensors:
                 name = tensor.sent_name if by_expert else tensor.name
@@ -122,7 +134,9 @@ class ModelSpec:
         """Return the names of tensors that exports have as the model's files do; those that end in a dot are how names
         begin.
         """
-        return (*self._extra_prediction_tensors(), *self.family.untrained)
+        trained = self.family.vision if self.tower is not None and self.tower.trained else ()
+        kept = (name for name in self.family.untrained if name not in trained)
+        return (*self._extra_prediction_tensors(), *kept)
 
     def copies(self) -> dict[str, str]:
         """Return the name of each tensor that a checkpoint may contain although it copies another → that one's."""
@@ -164,7 +178,7 @@ class ModelSpec:
 
     def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
         """Yield the weight rule of every parameter, for each layer and for each expert in `experts` (None: all)."""
-        table = [rule for rule in self.family.weights if self.has(rule)]
+        table = [rule for rule in self.weights if self.has(rule)]
         yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
         experts = range(self.dims.dim("experts")) if experts is None else experts
         for layer in range(self.dims.num_layers):
@@ -230,7 +244,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
     family = find_family(config.get("architectures"))
     try:
         check_twins(file, family, config)
-        if family.section is not None:
+        if family.section in config:
             # Where both have a value, such as whether embeddings are tied, the larger model's counts.
             config = {**config[family.section], **config}
         config = {**family.defaults, **config}
@@ -238,7 +252,9 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
         _require_described(file, family, config, quantized)
         rope = {"rope_theta": config.get("rope_theta", 10000.0)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope = {key: value for key, value in rope.items() if key not in family.ignored_rope}
+        if family.ignored_rope:
+            # The type named mrope is the default one, by positions with several axes, which texts do not have.
+            rope = {key: each for key, each in rope.items() if key not in family.ignored_rope and each != "mrope"}
         dims, local_rope = read_dims(family, config), None
         if family.local_rope:
             rope, local_theta = split_rope(rope, config, str(file))

@@ -59,6 +59,7 @@ _QWEN3_5_DENSE = register_family(
         untrained=("mtp.",),
         # How the coordinates of images turn heads; all of a token's are its position.
         ignored_rope=("mrope_section", "mrope_interleaved"),
+        interleaves_mrope=True,
         defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
     )

@@ -48,7 +48,8 @@ class Activation(StrEnum):
 class HFTensor:
     """A tensor of a Hugging Face checkpoint: its name, and its shape in symbols such as "hidden" (see `Dims`).
 
-    In the name, `{layer}` stands for the layer's number and `{expert}` for the expert's number in that layer.
+    Numbers in the shape are sizes themselves. In the name, `{layer}` stands for the layer's number and `{expert}` for
+    the expert's number in that layer.
     `of_expert`: set if the tensor has all experts of its layer, along one more axis, the first, than `shape` says: the
     name under which engines take the part of one expert.
     """
@@ -133,6 +134,8 @@ class Family:
     `ends_on_every_stage`: vLLM builds the vocabulary, the last norm and the head on every pipeline stage.
     `linear_biases`: projections of attention outputs, experts and routers have biases. `sinks`: attention has sinks.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
+    `vision`: how names of tensors of the tower that trained models read images with begin in files → in transformers'
+    model. `no_images`: why they read none. `interleaves_mrope`: axes of positions take turns among frequencies.
     `ignored_rope`: keys of config.json's rope parameters that change nothing for texts.
     `gated_attention`: the output of softmax attention is multiplied by sigmoids that q_proj computes as well.
     `norms_before`, `norms_after`: attention and MLP begin with a norm; what they add to the residual stream has one.
@@ -168,6 +171,9 @@ class Family:
     gates_shared_expert: bool = False
     ends_on_every_stage: bool = False
     ignored_rope: tuple[str, ...] = ()
+    vision: Mapping[str, str] = field(default_factory=dict)
+    no_images: str = ""
+    interleaves_mrope: bool = False
     gated_attention: bool = False
 
     @property

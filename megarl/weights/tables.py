@@ -56,13 +56,16 @@ def register_multimodal(
     architecture: str,
     prefix: str = "model.language_model.",
     head: str = OUTPUT_HEAD,
-    towers: tuple[str, ...] = ("model.visual.",),
+    vision: Mapping[str, str] = MappingProxyType({"model.visual.": "visual."}),
+    towers: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> Family:
     """Register the family of a published model that has one of the family `text` as its language model.
 
-    Its tensors begin with `prefix` in the place of "model.", those of other parts with one of `towers`. head: its
-    output embedding. defaults: for keys that published files leave out there.
+    Its tensors begin with `prefix` in the place of "model.", those of its tower as `vision` says (see `Family`), or, if
+    megarl reads no images with it, with one of `towers`. head: its output embedding. defaults: for keys that published
+    files leave out there. options: what else differs from `text`.
     """
     return register_family(
         replace(
@@ -71,7 +74,9 @@ def register_multimodal(
             architectures=(architecture,),
             weights=within(prefix, text.weights, head=head),
             section="text_config",
-            untrained=(*towers, *text.untrained),
+            untrained=(*vision, *towers, *text.untrained),
+            vision=dict(vision),
             defaults={**text.defaults, **defaults},
+            **options,
         )
     )

@@ -30,7 +30,7 @@ _OF_SECTION = (
 
 def check_twins(file: Path, family: Family, raw: Mapping[str, Any]) -> None:
     """Raise ConfigError if two keys of a config.json, which say the same thing, differ; null says nothing."""
-    section = raw[family.section] if family.section is not None else {}
+    section = raw.get(family.section or "", {})
     config = {**section, **raw}
     shared = [key for key in _OF_SECTION.split() if key in section and key in raw]
     pairs = [

@@ -21,6 +21,7 @@ from tests.helpers.family_parity import load_transformers
 from tests.helpers.hf_models import make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.towers import make_whole
+from tests.helpers.vision import make_vision_model
 
 # float32 rounding of two implementations, through five layers and a cache.
 NATS = 5e-5
@@ -60,6 +61,7 @@ class EngineModel:
     tower: str | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] = field(default_factory=dict)
+    reads_images: bool = False
 
 
 # The default case has sinks, windows and experts that are sent one by one, but are in one tensor.
@@ -104,6 +106,8 @@ MODELS: Mapping[str, EngineModel] = {
     "mistral-small+tower": EngineModel(tower="mistral3", sizes={"head_dim": 48}),
     "qwen3_5+tower": EngineModel(tower="qwen3_5", sizes=_DELTA),
     "qwen3_5_moe+tower": EngineModel(tower="qwen3_5_moe", sizes=_DELTA_AND_EXPERTS),
+    "qwen2_5_vl+tower": EngineModel(reads_images=True),
+    "qwen3_vl+tower": EngineModel(reads_images=True),
     "qwen3_next": EngineModel(sizes=_DELTA_AND_EXPERTS),
     "deepseek_v2": EngineModel(sizes=_LATENT),
     "deepseek_v3-yarn": _V3,
@@ -117,6 +121,8 @@ MAX_TOKENS = 40
 def make_engine_model(path: Path, name: str) -> Path:
     """A model of sizes that an engine takes, with a tokenizer and its token at the end."""
     described, tokenizer = MODELS[name], make_byte_tokenizer()
+    if described.reads_images:
+        return make_vision_model(path, name.partition("+")[0])
     text = path if described.tower is None else path.with_name("text")
     make_model(text, name.partition("+")[0], tied=described.tied, **{**SIZES, **described.sizes})
     config, ends = text / "config.json", {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}

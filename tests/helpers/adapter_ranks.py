@@ -52,7 +52,7 @@ class AdapterOutcome:
 
 def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
     from megarl.parallel.adapters import adapter_slices, without_adapters
-    from megarl.parallel.model import named_shards, rank_slices
+    from megarl.parallel.building import named_shards, rank_slices
     from megarl.parallel.updates import accumulate_gradients, optimizer_step
 
     # Megatron forks a writer of checkpoints.
@@ -115,7 +115,7 @@ def adapter_layout(context: RankContext, case: AdapterCase, *, engine_layers: bo
     """engine_layers: whether all linear layers have to be Transformer Engine's."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from megarl.parallel.model import named_shards
+    from megarl.parallel.building import named_shards
 
     worker = join_layout(context, case.actor.layout)
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))

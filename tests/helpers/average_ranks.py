@@ -84,7 +84,7 @@ def follow(context: RankContext, case: AverageCase) -> Followed:
 
 def weights(worker: RankWorker, role: Role) -> Slices:
     """A role's trained weights, or the average that the teacher's are made of."""
-    from megarl.parallel.model import named_shards, rank_slices
+    from megarl.parallel.building import named_shards, rank_slices
 
     loaded, average = worker.roles[role], worker.roles[role].average
     spec, of_adapters = loaded.adapters or loaded.model_spec, loaded.adapters is not None

@@ -61,7 +61,7 @@ def likely_tokens(context: RankContext, case: DistillCase, top_k: int) -> dict[i
 
 def update_gradients(context: RankContext, case: DistillCase) -> list[Gradients]:
     """The gradients of each request, all by the same weights."""
-    from megarl.parallel.model import named_shards, rank_slices
+    from megarl.parallel.building import named_shards, rank_slices
     from megarl.parallel.updates import accumulate_gradients
 
     worker = join_layout(context, case.roles[0].layout)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.train.export import check_complete
 from megarl.types import FloatArray, Row
-from megarl.types.messages import StoreResult
+from megarl.types.messages import StoreResult, Vision
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.hf_models import VOCAB_SIZE, assert_same_tensors
@@ -141,8 +141,10 @@ def run_ranks(
     recompute: Literal["none", "selective", "full"],
     dtype: Literal["float32", "bfloat16"] = "float32",
     settings: Mapping[str, Any] = MappingProxyType({}),
+    vision: Vision | None = None,
 ) -> list[Measured]:
-    specs = weight_specs(read_model_spec(path), dtype)
+    spec = read_model_spec(path)
+    specs = weight_specs(spec if vision is None else spec.with_tower(trains=vision.trains), dtype)
     weights, gradients = (create_model_files(target / name, specs) for name in ("weights", "gradients"))
     case = MeasureCase(
         model=ModelConfig(path=str(path), dtype=dtype, vocab_multiple=4),
@@ -157,6 +159,7 @@ def run_ranks(
         micro_batches=split_rows(len(rows), layout.dp),
         weight_files=[str(file) for file in weights],
         gradient_files=[str(file) for file in gradients],
+        vision=vision,
     )
     measured: list[Measured] = pool.run(measure, case)
     num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}

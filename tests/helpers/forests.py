@@ -120,7 +120,7 @@ def forest_errors(
 
 
 def _gradient_error(loaded: Any, layout: Any, expected: Mapping[str, torch.Tensor]) -> float:
-    from megarl.parallel.model import named_shards, rank_slices
+    from megarl.parallel.building import named_shards, rank_slices
 
     named = itertools.chain.from_iterable(named_shards(chunk) for chunk in loaded.chunks)
     shards: list[tuple[str, Any]] = [(name, shard) for name, _, shard in named if shard.requires_grad]

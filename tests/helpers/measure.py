@@ -14,7 +14,7 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
-from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest
+from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest, Vision
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -29,6 +29,7 @@ class MeasureCase:
     micro_batches: Sequence[Sequence[Sequence[int]]]
     weight_files: Sequence[str]
     gradient_files: Sequence[str]
+    vision: Vision | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +56,12 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
     gradients.
     """
     worker = join_layout(context, case.actor.layout)
-    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
+    role = RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor, vision=case.vision)
+    worker.load(LoadRequest(roles=(role,), seed=0))
     mine = case.micro_batches[worker.layout.dp_group.rank()]
     outputs = worker.forward(case.rows, mine, ForwardRequest(role=Role.ACTOR, temperature=1.0, step=0))
-    logits = {} if any(row.forks for row in case.rows) else dense_logits(worker, case.rows, mine)
+    is_whole = case.actor.layout.cp == 1 and not any(row.forks for row in case.rows)
+    logits = dense_logits(worker, case.rows, mine) if is_whole else {}
     weights = worker.store_weights(case.weight_files, with_checksums=False)
 
     algorithm = SftAlgorithm()
@@ -74,7 +77,8 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
         result = worker.update(case.rows, mine, request)
     # Written as if they were the weights, gradients get their Hugging Face names.
     for parameter in itertools.chain.from_iterable(c.parameters() for c in worker.roles[Role.ACTOR].chunks):
-        parameter.data.copy_(parameter.main_grad)
+        if parameter.requires_grad:
+            parameter.data.copy_(parameter.main_grad)
     return Measured(
         logprobs=outputs.quantities["logprobs"] if outputs else {},
         logits=logits if outputs else {},

@@ -33,7 +33,9 @@ _QWEN3_5 = _QKVO | _BY_PART | {"linear_attn.out_proj"}
 _QWEN3_5_DENSE = {"attention": _QWEN3_5, "mlp": _SWIGLU}
 _QWEN3_5_MOE = {"attention": _QWEN3_5, "mlp": _SHARED_EXPERT, "experts": _EXPERTS}
 MODULES: dict[str, dict[str, set[str]]] = {
-    **dict.fromkeys(("llama", "mistral", "mistral3", "qwen2", "qwen3", "seed_oss", "granite"), _DENSE),
+    **dict.fromkeys(
+        ("llama", "mistral", "mistral3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "seed_oss", "granite"), _DENSE
+    ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "olmo3"), _DENSE),
     "phi3": {
         "attention": {"self_attn.qkv_proj", "self_attn.o_proj"},

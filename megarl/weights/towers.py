@@ -1,0 +1,79 @@
+"""Describe the vision tower of a model by the headers of its files, with no table of its tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.weights.rules import Family, HFTensor, Partition, WeightRule
+from megarl.weights.safetensors_headers import model_files, read_header
+
+# How the names of its parameters begin in a model of megarl, after which they are those of transformers' model.
+TOWER = "tower.model."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MRope:
+    """Positions with three axes (time, row, column), among which the frequencies of rope are divided.
+
+    sections: how many frequencies each axis has. interleaved: rows and columns take every third one, until they have
+    theirs; otherwise the axes' frequencies lie one after the other.
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool
+
+    def axes(self, num_frequencies: int) -> list[int]:
+        """Return the axis that each frequency belongs to.
+
+        >>> MRope(sections=(2, 1, 1), interleaved=True).axes(4)
+        [0, 1, 2, 0]
+        >>> MRope(sections=(2, 1, 1), interleaved=False).axes(4)
+        [0, 0, 1, 2]
+        """
+        if not self.interleaved:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        return [i % 3 if i < 3 * self.sections[i % 3] else 0 for i in range(num_frequencies)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """The vision tower of a model. trained: the rules of its parameters, whole on each rank, if it is trained.
+
+    names: by the name of each of its tensors in the model's files, that of the parameter in transformers' model.
+    """
+
+    trained: tuple[WeightRule, ...]
+    names: Mapping[str, str]
+    mrope: MRope | None
+
+
+def read_tower(directory: Path, family: Family, config: Mapping[str, Any], *, trains: bool) -> Tower:
+    """Describe the tower in a model's directory. Raise ConfigError if images are not supported for it.
+
+    config: its config.json, with the settings of its language model on top. trains: whether the tower is trained.
+    """
+    if not family.vision:
+        reason = family.no_images or "it has no vision tower"
+        raise ConfigError(f"{directory}: a model of the family {family.name} cannot read images here: {reason}")
+    names, rules = {}, []
+    for file in model_files(directory):
+        for name, header in sorted(read_header(file).items()):
+            for written, held in family.vision.items():
+                if name.startswith(written):
+                    names[name] = held + name.removeprefix(written)
+                    tensor = HFTensor(name, tuple(map(str, header.shape)))
+                    partition = Partition.REPLICATED
+                    rules.append(WeightRule(names=(TOWER + names[name],), partition=partition, tensors=(tensor,)))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    mrope = None
+    if "mrope_section" in family.ignored_rope:
+        sections = rope.get("mrope_section")
+        if not isinstance(sections, list) or len(sections) != 3:
+            raise ConfigError(
+                f"{directory / 'config.json'}: rope key mrope_section: got {sections!r}, expected three numbers; use "
+                "the config.json the model was published with"
+            )
+        mrope = MRope(sections=tuple(sections), interleaved=family.interleaves_mrope)
+    return Tower(trained=tuple(rules) if trains else (), names=names, mrope=mrope)

@@ -1,0 +1,144 @@
+"""Rows with images, through the vision tower, in every layout, against transformers, the tower's gradients too."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megarl.config.schema import LayoutConfig, MoeConfig
+from megarl.types.messages import Vision
+from tests.helpers.family_parity import assert_rows, run_ranks
+from tests.helpers.hf_models import assert_same_tensors, read_tensors
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.vision import VISION, Answers, ask_transformers, ask_with_stray_placeholders
+
+GetPool = Callable[[int], RankPool]
+GetAnswers = Callable[[str], Answers]
+Recompute = Literal["none", "selective", "full"]
+
+LAYOUTS = {
+    "tp1": LayoutConfig(),
+    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
+    "pp2": LayoutConfig(pp=2, first_stage_layers=2),
+    "cp2": LayoutConfig(cp=2),
+    "dp2": LayoutConfig(dp=2),
+    "tp2-pp2": LayoutConfig(tp=2, sequence_parallel=True, pp=2, first_stage_layers=2),
+}
+# Each family, layout and way to recompute once.
+PAIRS = [
+    ("qwen3_vl", "tp2-sp", "full"),
+    ("qwen3_vl", "pp2", "none"),
+    ("qwen2_5_vl", "tp1", "selective"),
+    ("qwen2_5_vl", "pp2", "full"),
+]
+WIDE = [
+    ("mistral3", "tp2-sp", "none"),
+    ("qwen3_5", "tp2-sp", "none"),
+    ("qwen3_vl", "cp2", "none"),
+    ("qwen2_5_vl", "dp2", "none"),
+    ("mistral3", "pp2", "selective"),
+    ("qwen3_5", "tp1", "full"),
+    ("qwen2_5_vl", "tp2-pp2", "none"),
+]
+GRID = [
+    case
+    for case in itertools.product(VISION, LAYOUTS, ("none", "selective", "full"))
+    # Delta nets are computed over whole rows.
+    if case not in PAIRS + WIDE and case[:2] != ("qwen3_5", "cp2")
+]
+# Of the largest element of all gradients of a tensor.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GetPool]:
+    """World size → ranks that have not imported transformers, as those of runs; they end with the module."""
+    pools: dict[int, RankPool] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(world_size: int) -> RankPool:
+            if world_size not in pools:
+                pools[world_size] = stack.enter_context(RankPool(world_size, timeout_s=120.0, preloaded=False))
+            return pools[world_size]
+
+        yield get
+
+
+@pytest.fixture(scope="module")
+def answers(pool: GetPool, tmp_path_factory: pytest.TempPathFactory) -> GetAnswers:
+    """family → its rows and what transformers makes of them, made once."""
+    made: dict[str, Answers] = {}
+
+    def get(family: str) -> Answers:
+        if family not in made:
+            made[family] = pool(1).run(ask_transformers, family, tmp_path_factory.mktemp(family))[0]
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "recompute"),
+    [
+        *PAIRS,
+        *(pytest.param(*each, id="wide-" + "-".join(each)) for each in WIDE),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in GRID),
+    ],
+)
+def test_rows_with_images_equal_transformers(
+    pool: GetPool, answers: GetAnswers, tmp_path: Path, family: str, layout: str, recompute: Recompute
+) -> None:
+    expected, chosen = answers(family), LAYOUTS[layout]
+    vision = Vision(store=expected.store, trains=True)
+    measured = run_ranks(
+        pool(chosen.world_size), expected.path, chosen, tmp_path, expected.rows, MoeConfig(), recompute, vision=vision
+    )
+    # Far from uniform, so that equality means something.
+    assert np.concatenate(expected.logprobs).std() > 0.5
+    assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
+    assert_same_tensors(tmp_path / "weights", expected.path)
+    got = load_file(tmp_path / "gradients/model.safetensors")
+    assert got.keys() == expected.gradients.keys()
+    assert len([name for name in got if "vis" in name or "projector" in name]) > 20
+    for name, gradient in expected.gradients.items():
+        error, largest = float((got[name] - gradient).abs().max()), float(gradient.abs().max())
+        # Biases of keys change nothing: their gradients are rounding alone.
+        assert error <= max(TOLERANCE * largest, 1e-8), f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
+    assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([expected.norm] * chosen.dp, rel=1e-6)
+
+
+def test_a_frozen_tower_reads_images_and_is_not_among_the_weights(
+    pool: GetPool, answers: GetAnswers, tmp_path: Path
+) -> None:
+    expected = answers("qwen3_vl")
+    vision = Vision(store=expected.store)
+    (found,) = run_ranks(
+        pool(1), expected.path, LAYOUTS["tp1"], tmp_path, expected.rows, MoeConfig(), "none", vision=vision
+    )
+    assert_rows("log-probs", [found.logprobs], expected.logprobs)
+    got = load_file(tmp_path / "gradients/model.safetensors")
+    assert got.keys() == {name for name in read_tensors(expected.path) if not name.startswith("model.visual.")}
+    squares = sum(float(expected.gradients[name].double().square().sum()) for name in got)
+    assert found.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_a_placeholder_that_the_policy_samples_is_a_token_like_any_other(
+    pool: GetPool, answers: GetAnswers, tmp_path: Path
+) -> None:
+    given = answers("qwen3_vl")
+    ((rows, expected),) = pool(1).run(ask_with_stray_placeholders, "qwen3_vl", given.path.parent)
+    vision, layout = Vision(store=given.store), LAYOUTS["tp2-sp"]
+    measured = run_ranks(pool(2), given.path, layout, tmp_path, rows, MoeConfig(), "none", vision=vision)
+    assert_rows("log-probs", [m.logprobs for m in measured], expected)
+
+
+def test_features_are_not_added_on_a_second_stage(pool: GetPool, answers: GetAnswers, tmp_path: Path) -> None:
+    given, layout = answers("qwen3_vl"), LayoutConfig(pp=2, first_stage_layers=1)
+    vision = Vision(store=given.store)
+    with pytest.raises(Exception, match=r"first pipeline stage has 1 layers, but .* each of its first 2"):
+        run_ranks(pool(2), given.path, layout, tmp_path, given.rows, MoeConfig(), "none", vision=vision)

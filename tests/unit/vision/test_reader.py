@@ -1,0 +1,114 @@
+"""Images by what they contain, and what a model reads of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import ConfigError
+from megarl.vision import reader, torchvision_part
+from megarl.vision.reader import ImageReader
+from megarl.vision.store import ImageStore
+from tests.helpers.vision import PICTURES, make_vision_model
+
+
+def test_an_image_is_stored_once_and_found_by_what_it_contains(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "images")
+    # SHA-256 of "abc", from FIPS 180-2.
+    assert store.put(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert store.put(b"abc") == store.put(b"abc")
+    assert len(list((tmp_path / "images").iterdir())) == 1
+    assert store.read(store.put(b"other")) == b"other"
+
+
+def test_an_image_that_is_absent_or_damaged_is_named(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    digest = store.put(b"abc")
+    (tmp_path / digest).write_bytes(b"abd")
+    with pytest.raises(ConfigError, match=rf"image .*{digest} has the digest a52d159f"):
+        store.read(digest)
+    with pytest.raises(ConfigError, match=r"image .*/beef does not exist; restore"):
+        store.read("beef")
+
+
+READ = """
+from pathlib import Path
+import sys
+from megarl.vision.reader import ImageReader
+from megarl.vision.store import ImageStore
+found = ImageReader(Path(sys.argv[1]), ImageStore(Path(sys.argv[2])))
+for digest in sys.argv[3:]:
+    inputs = found.read(digest)
+    processor = found.processor
+    ids = {each == processor.image_token_id for each in inputs.token_ids}
+    print(inputs.grid, len(inputs.token_ids), ids, set(inputs.is_feature), [*inputs.tensors["pixel_values"].shape])
+print(type(processor.image_processor).__name__, "torchvision" in sys.modules)
+"""
+
+
+def test_a_model_reads_an_image_as_its_processor_does(tmp_path: Path) -> None:
+    """In torchvision's way, and upright whatever the orientation that its file says."""
+    store, model = ImageStore(tmp_path / "images"), make_vision_model(tmp_path / "model", "qwen3_vl")
+    digests = [store.put(data) for data in (PICTURES["C"], _turned(PICTURES["C"]))]
+    command = [sys.executable, "-c", READ, str(model), str(store.directory), *digests]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # 60 × 120 points are enlarged to 4 · 32² at least: 2 × 4 squares of 32, each of 2 × 2 patches in two frames.
+    assert done.stdout.splitlines()[-3:] == [
+        "(4, 2) 8 {True} {True} [32, 1536]",
+        "(2, 4) 8 {True} {True} [32, 1536]",
+        "Qwen2VLImageProcessor True",
+    ]
+
+
+def test_what_is_no_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ImageStore(tmp_path)
+    found = ImageReader(tmp_path, store)
+    monkeypatch.setattr(ImageReader, "processor", None)
+    with pytest.raises(ConfigError, match=r"image \w+: cannot identify .*; expected a file that Pillow reads"):
+        found.read(store.put(b"no image"))
+
+
+def _turned(data: bytes) -> bytes:
+    import io
+
+    from PIL import Image
+
+    image, out = Image.open(io.BytesIO(data)), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = 6  # as a camera that was held on its side writes it
+    image.save(out, "PNG", exif=exif)
+    return out.getvalue()
+
+
+def test_what_was_read_last_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = ImageStore(tmp_path), list[str]()
+    found = ImageReader(tmp_path, store)
+
+    def process(digest: str) -> reader.ImageInputs:
+        made.append(digest)
+        return reader.ImageInputs(tensors={"x": torch.zeros(10)}, token_ids=(1,), is_feature=(True,), grid=None)
+
+    monkeypatch.setattr(found, "_process", process)
+    # Two of 40 bytes.
+    monkeypatch.setattr(reader, "_KEPT_BYTES", 80)
+    for digest in "abacabb":
+        found.read(digest)
+    assert "".join(made) == "abcb"
+
+
+def test_torchvision_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchvision", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(torchvision_part, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"needs torchvision, which is not in {tmp_path}/images; run `make install`"):
+        torchvision_part.import_torchvision()
+
+
+def test_torchvision_comes_before_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", sys)
+    with pytest.raises(RuntimeError, match="before transformers"):
+        torchvision_part.import_torchvision()

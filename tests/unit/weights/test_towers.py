@@ -1,0 +1,110 @@
+"""Vision towers as models' files have them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from megarl.errors import ConfigError
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_headers import not_expected
+from megarl.weights.towers import MRope
+from tests.helpers.hf_models import read_tensors
+from tests.helpers.vision import VISION, make_vision_model
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_the_tower_is_what_the_language_model_is_not(tmp_path: Path, family: str) -> None:
+    """Trained, it is expected like the rest, by shape; frozen or unread, it stays as it is."""
+    spec = read_model_spec(make_vision_model(tmp_path, family))
+    files = read_tensors(tmp_path)
+    whole, frozen = spec.with_tower(trains=True), spec.with_tower(trains=False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in files.items()}
+    assert whole.expected_tensors() == shapes
+    assert frozen.expected_tensors() == spec.expected_tensors()
+    tower = shapes.keys() - spec.expected_tensors().keys()
+    assert len(tower) > 20
+    for each in (spec, frozen):
+        assert not_expected(files, each.expected_tensors(), each.ignored_tensors()) == []
+        assert not_expected(tower, (), each.untrained()) == []
+    assert not_expected(tower, (), whole.untrained()) == sorted(tower)
+    assert whole.tower is not None
+    held = {each.removeprefix("model.") for each in _names_in_transformers(tmp_path)}
+    assert {*whole.tower.names.values()} == {name for name in held if not name.startswith("language_model.")}
+
+
+def _names_in_transformers(path: Path) -> list[str]:
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(path))
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_models_without_a_tower_that_is_read_are_refused(tmp_path: Path) -> None:
+    configs = Path(__file__).parents[3] / "configs/model/hf"
+    for name, reason in (
+        ("qwen3-0.6b", "it has no vision tower"),
+        ("gemma-3-27b", "tokens of an image see each other"),
+    ):
+        spec = read_model_spec(configs / name)
+        with pytest.raises(ConfigError, match=f"family {spec.family.name} cannot read images here: {reason}"):
+            spec.with_tower(trains=False)
+
+
+# Its sizes on Hugging Face, with the language model's beside the tower's, as files before transformers 4.52 have them.
+QWEN2_5_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "image_token_id": 151655,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584, "spatial_merge_size": 2},
+    "vocab_size": 152064,
+}
+
+
+def test_qwen2_5_vl_as_published(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B))
+    spec = read_model_spec(tmp_path)
+    # 7,615,616,512 of Qwen2.5-7B, whose language model has the same sizes.
+    shapes = spec.expected_tensors()
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 7_615_616_512
+    assert spec.rope_theta == 1e6
+    assert not spec.dims.windows
+    with torch.device("meta"):
+        text = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).language_model
+    assert {f"model.{name}" for name, _ in text.named_parameters()} == shapes.keys() - {"lm_head.weight"}
+
+
+def test_axes_of_m_rope_are_those_of_transformers() -> None:
+    """Frequencies of Qwen3-VL (24, 20, 20), where an axis is named by the position that turns them."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    freqs = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, 64).clone()
+    sections = SimpleNamespace(mrope_section=[24, 20, 20])
+    found = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(sections, freqs)
+    assert MRope(sections=(24, 20, 20), interleaved=True).axes(64) == found[0, 0, :64].tolist()
+    assert MRope(sections=(2, 3, 3), interleaved=False).axes(8) == [0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_m_rope_without_sections_is_refused(tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path, "qwen2_5_vl")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["rope_parameters"].pop("mrope_section")
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="rope key mrope_section: got None, expected three numbers"):
+        read_model_spec(path).with_tower(trains=False)
