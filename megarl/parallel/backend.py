@@ -73,7 +73,6 @@ BACKENDS = {
             "bias_dropout_fusion": False,
             "bias_activation_fusion": False,
             "attention_softmax_in_fp32": True,
-            "deallocate_pipeline_outputs": False,
         },
     ),
     "cuda": cuda_backend(transformer_engine=find_spec("transformer_engine") is not None),

@@ -79,8 +79,8 @@ class _Losses:
             raise NonFiniteError(f"step {request.step}: loss of the {request.role} is {loss.item()}; {cause}")
         for name, share in {self._name: loss.item(), **parts.shares(request.denominators)}.items():
             self.sums[name] = self.sums.get(name, 0.0) + share
-        # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
-        return loss, torch.ones((), dtype=torch.int, device=self.device), {}
+        # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used. It frees no views.
+        return loss if loss._base is None else loss.clone(), torch.ones((), dtype=torch.int, device=self.device), {}
 
     def gradients(self, pack: Pack, indices: Sequence[int]) -> LossGradients:
         """Return what computes the gradients of a token-local loss from a micro-batch's outputs."""

@@ -42,7 +42,8 @@ The activations are those that fused kernels keep: inputs of norms and of the ma
 ((2 + n)h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's
 gate, up and product (3f). Attention scores are never kept. A method as in Korthikanti et al. 2022 (arXiv:2205.05198).
 Not counted: the libraries' own workspaces, communication buffers and fragmentation, which take some GiB on a GPU.
-Megatron's unfused layers on the CPU keep more.
+Megatron's unfused layers on the CPU keep more. A pipeline stage frees what it has sent on; with
+`overlap_p2p` it keeps that, which is not counted.
 """
 
 from collections.abc import Collection

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.weights.shards import stage_layers
@@ -34,3 +35,22 @@ def test_two_chunks_on_each_of_four_stages(rank_pool: Callable[[int], RankPool],
             error, largest = (gradient - expected.gradients[whole]).abs().max(), expected.gradients[whole].abs().max()
             assert error <= 1e-6 * largest, name
     assert seen == expected.gradients.keys()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_stages_sent_on_is_freed_and_changes_no_bit(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, overlap: bool
+) -> None:
+    """What is still on its way must stay: freed, it reached the next stage changed."""
+    path = make_model(tmp_path, "qwen3", tied=False, num_hidden_layers=4)
+    model, rows = ModelConfig(path=str(path), dtype="float32", vocab_multiple=4), make_rows()
+    layout, run = LayoutConfig(pp=2, virtual_pp=1 + overlap, overlap_p2p=overlap), rank_pool(2).run
+    freed, kept = (
+        run(backward_of, ActorConfig(layout=layout), model, rows, [[i] for i in range(4)], keeps)
+        for keeps in (False, True)
+    )
+    for one, other in zip(freed, kept, strict=True):
+        assert one.gradients.keys() == other.gradients.keys()
+        assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())
+    assert (max(freed[0].left) == 1) is not overlap
+    assert min(kept[0].left) > 1

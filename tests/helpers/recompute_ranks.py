@@ -20,6 +20,8 @@ class Backward:
 
     gradients: dict[str, torch.Tensor]
     calls: Counter[str]
+    # How many numbers are left of each output of the stage's chunks, after the update.
+    left: tuple[int, ...] = ()
 
 
 def backward_of(
@@ -28,10 +30,14 @@ def backward_of(
     model: ModelConfig,
     rows: Sequence[Row],
     micro_batches: Sequence[Sequence[int]],
+    keeps_outputs: bool = False,
 ) -> Backward:
     """One update of the mean negative log-likelihood."""
     worker = load_worker(context, actor, model)
-    chunks = worker.roles[Role.ACTOR].chunks
+    chunks, outputs = worker.roles[Role.ACTOR].chunks, list[torch.Tensor]()
+    for chunk in chunks:
+        chunk.config.deallocate_pipeline_outputs &= not keeps_outputs
+        chunk.register_forward_hook(lambda *found: outputs.extend(x for x in found if isinstance(x, torch.Tensor)))
     calls, algorithm = Counter[str](), SftAlgorithm()
     for i, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
@@ -48,4 +54,5 @@ def backward_of(
     named = (
         (f"{i}.{name}", parameter) for i, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
     )
-    return Backward(gradients={name: parameter.main_grad.clone() for name, parameter in named}, calls=calls)
+    left = tuple(output.numel() for output in outputs)
+    return Backward(gradients={name: weight.main_grad.clone() for name, weight in named}, calls=calls, left=left)
