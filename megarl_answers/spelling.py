@@ -22,7 +22,7 @@ _UNICODE: Mapping[int, str] = str.maketrans(
         )
         for sign in signs
     }
-    | dict(zip("−–‐‑’′“”÷⁄∶،、。", "----''\"\"//:,,.", strict=True))
+    | dict(zip("−–‐‑‘’′“”„«»÷⁄∶،、。", '----\'\'\'"""""//:,,.', strict=True))
     | dict.fromkeys("º°", r"^{\circ}")
 )
 _SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")

@@ -5,8 +5,9 @@ number or the argument of a function.
 import re
 
 from megarl_answers.grammar import CONTEXT_CHARS, DENIED, at_end, clause_of, follows_equals, is_stated
-from megarl_answers.numbers import join_digits
+from megarl_answers.numbers import join_digits, parse_number
 from megarl_answers.numerals import spelled_number
+from megarl_answers.spelling import canonical
 from megarl_answers.units import unit_of
 from megarl_answers.words import CHANGED, DENYING, counted_unit
 
@@ -200,6 +201,20 @@ def plain_answer(text: str) -> str:
     if number and number[0].startswith("\\frac"):
         number = number[0], re.sub(r"^\s+an?(?=\s)", "", number[1])
     return (_without_words("".join(number)) if number else None) or _without_words(text) or text
+
+
+# A number or letter that not every reader knows may have this: `seventy-two`, `“72”`, `1 234`.
+_SPELLED = re.compile(r"[^\x00-\x7f]|[~*_'\"`]|\d(?:[xX ]|\\[, \\]|\{\})|(?<![\\a-zA-Z])[a-zA-Z]{2}")
+
+
+def plain_spelling(text: str) -> str | None:
+    """Return the plain spelling of a number or letter, None for other texts and for one that is spelled so."""
+    if len(text) > CONTEXT_CHARS or not _SPELLED.search(text):
+        return None
+    plain = plain_answer(canonical(text))
+    number = parse_number(plain)
+    plain = str(number.value.numerator) if number and number.value.denominator == 1 else plain
+    return plain if plain != text and (number or re.fullmatch("[A-Z]", plain)) else None
 
 
 def _words_of(text: str) -> set[str]:

@@ -18,7 +18,7 @@ _EMPTY = frozenset({"", "none", "null", "nan", "n/a", "boxed", "[]", '"target":[
 
 _NUMBER = re.compile(r"\d[\d.,]*")
 # A letter with words; and nothing but words, numbers and signs that may stand between them.
-_CHOICE = re.compile(r"(?:option|choice)\s+\(?([A-Z])\W*|\(?([A-Z])[).:]\s*\w.*", re.IGNORECASE)
+_CHOICE = re.compile(r"(?:option|choice)\s+\(?([A-Z])\W*|\(?([A-Z])[).:](?:\s*\w.*)?", re.IGNORECASE)
 _PROSE = re.compile(r"(?:\\text\w*|\\[()\[\],;! ]|[^\W\d_]{2,}|[^\W\d_]?'[a-z]+|\b[aAI]\b|[^\w\\<>|^&\[\]]|\d)+")
 
 

@@ -13,11 +13,15 @@ import numpy as np
 from megarl.data.answer_span import final_answer
 from megarl.errors import DataError
 from megarl_answers import MODES, last_boxed
+from megarl_answers.statement import plain_spelling
 
-_FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d\d+)?")
+_FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 # The mark of the answer in a worked solution, and words that announce it.
 _MARKED = re.compile(r"####|</answer>")
-_STRAY = re.compile(rf"{_MARKED.pattern}|<\|\w+\|>|</s>|\\n\s*$")
+_STRAY = re.compile(
+    rf"{_MARKED.pattern}|<\|\w+\|>|</?(?:s|br|b|i|p|em|strong|span|div|code)\b[^<>]*>|&#?\w+;|\\n\s*$"
+    "|(?<!\\\\)\\bboxed\\b|\\d[\u00ad\u200b-\u200f\u2060\ufeff]+\\d"
+)
 _ANNOUNCED = re.compile(
     r"\bans(?:wer)?\b(?:\s+to\b[^.:=\n]*?)?[*_\s]*(?:\bis\b|[:=])[\s:*_]*(.*?)(?:\*\*)?"
     r"(?=,?\s+(?:since|because)\b|[.*\s]*(?:\n|$)|\.\s)",
@@ -69,10 +73,10 @@ def any_mathematics(ground_truth: str, label: object = None) -> Sequence[str]:
     A list of several numbers may be meant as that, or as alternatives, so that it is refused.
     """
     found = _value(_structure(ground_truth), ground_truth)
-    if not isinstance(found, list):
-        return _each([found], ground_truth)
+    found = found if isinstance(found, list) else [found]
     if len(found) == 1 or not all(isinstance(each, int | float | list) for each in found):
-        return _each(found, ground_truth)
+        read = _each(found, ground_truth)
+        return [*read, *filter(None, map(plain_spelling, read))]
     if isinstance(label, list | dict) and not any(isinstance(each, list) for each in found):
         texts = json.dumps([str(each) for each in found])
         raise _unread(ground_truth, f"texts if any one of them is right, such as {texts}, or one text for all")
@@ -139,16 +143,16 @@ def _written(answer: str) -> list[str]:
     """Return the ways to write an answer: numbers without the digits that only their type has, `true` as `True` too."""
     if answer in ("true", "false"):
         return [answer, answer.capitalize()]
-    if answer.isalnum():
+    if answer.isalpha() or answer.isdecimal():
         return [answer]
     if (plain := without_stop(answer) or answer) != answer:
         return _written(plain)
     if not _FLOAT.fullmatch(answer):
         return [answer]
-    if "e" in answer:
+    if "e" in answer.lower():
         return [answer, format(Decimal(answer), "f")] if abs(Decimal(answer).adjusted()) < 400 else [answer]
     number = float(answer)
     # This many digits may have come from a number of 32 bits, or be meant.
     if len(answer) > 12 and abs(number) < 1e38 and repr(float(np.float32(number))) == answer:
         return [answer, format(Decimal(str(np.float32(number))), "f")]
-    return [answer, answer[:-2]] if answer.endswith(".0") else [answer]
+    return [answer, whole] if (whole := re.sub(r"\.0+$", "", answer)) != answer else [answer]

@@ -47,6 +47,20 @@ SENTENCES = [
     "The answer is $72$.",
     "答案：72",
 ]
+# Spellings that print as a number or letter, or mean it, or show that something is left around it.
+SPELLED = {
+    "72": (
+        '７２|72\u200b|\ufeff72|7\u200b2|“72”|„72“|«72»|‘72’|"72"|7.2e1|7.2E1|0.72e2|72e0|72.00'
+        "|seventy-two|Seventy two.|٧٢|७२|𝟕𝟐"
+        "|⑦②|~72|*72*|_72_|\\(72\\)|\\text{72}|72{}|72 \\\\|the 72|72 only|ans 72|72 (seventy-two)"
+        "|7.2×10¹|7.2 x 10^1|\u202d72\u202c"
+        "|72<br>|<b>72</b>|72&nbsp;|&#55;&#50;|boxed{72}|+72|(72)|x = 72"
+    ),
+    "1234": "1 234|1'234|1_234|1\\,234|1{,}234|１，２３４|1\u202f234|one thousand two hundred thirty-four|1.234e3",
+    "-72": "−72|－72|minus 72|negative seventy-two|-7.2e1",
+    "0.5": "½|one half|half|１／２|1⁄2|5e-1|.5",
+    "B": "Ｂ|“B”|B\u200b|Ⓑ|B)|(B)|**B**|\\text{B}|option B",
+}
 # Labels as files hold them, by an answer that is right for them.
 READ: dict[str, list[object]] = {
     "72": [
@@ -135,6 +149,13 @@ def test_a_sentence_is_read_or_the_row_is_refused(scorer: str) -> None:
     for sentence in SENTENCES:
         assert judged(scorer, sentence, "72") in (True, None), sentence
         assert not judged(scorer, sentence, "73"), sentence
+
+
+@pytest.mark.parametrize("scorer", sorted({*OF_ANSWERS} - {"short_answer"}))
+def test_a_number_in_another_spelling_is_read_or_the_row_is_refused(scorer: str) -> None:
+    for answer, spellings in SPELLED.items():
+        for spelling in spellings.split("|"):
+            assert judged(scorer, spelling, answer) in (True, None), spelling
 
 
 @pytest.mark.parametrize("scorer", ["letters", "math", "strict", "answer_line", "math_verify"])
