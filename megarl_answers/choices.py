@@ -10,14 +10,27 @@ from megarl_answers.words import CHANGING, DENYING
 WRAPPER = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed|underline|textsf|textit|emph)\b"
     r"|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\(?:[,;:! ]|q?quad\b)|[*${}\"`“”\u200b-\u200f\u2060\ufeff]|(?<!~)~(?!~)"
-    r"|</?answer>|[✅✔☑\ufe0f]"
+    r"|</?answer>|[✅✔✓☑\ufe0f]"
 )
+_SOME_LETTER = r"\W?[a-z]\W?"
+# Adverbs, what introduces an opinion, verbs that choose or point to a choice, and names of it.
 _BEFORE = (
-    r"[\s(\['.:<>]*(?:(?:so|thus|hence|therefore|then|definitely|clearly|surely)\b,?\s*)*(?:i(?:'m|\s+am)\s+(?:\w+\s+)?"
-    r"(?:confident|sure|certain)\s+(?:that\s+)?|(?:i|we)\s+(?:think|believe|conclude|find|see)\s+(?:that\s+)?)?"
-    r"(?:(?:(?:i|we)(?:\s+(?:would|will|must|am)|'d|'ll|'m)?\s+)?(?:choose|chose|pick|select|go(?:ing)?\s+with)\s+|i(?:'d|\s+would)?\s+say\s+"
-    r"|(?:it|that|this|which)(?:\s+(?:is|gives|means|leaves|makes)|\s+(?:must|should|has\s+to)\s+be|'s)\s+)?(?:(?:the|final|correct|right|best|only|my|our|most\s+(?:suitable|appropriate|accurate|fitting|likely))\s+)*"
-    r"(?:(?:answer|option|choice|pick|statement|letter|one)\b(?:\s+(?:that|which)\s+(?!fails)[a-z]+s(?<!is|as)(?:\s+[a-z]+){0,3}?(?=\s+is\b))?\s*(?:(?:is|must\s+be|would\s+be|should\s+be)\b|:|=)?\s*:?\s*(?:(?:option|choice|letter)\s)?\W?){0,3}"
+    r"[\s(\['.:<>#=-]*(?:(?:so|thus|hence|therefore|then|definitely|clearly|surely|certainly|obviously|only|actually|finally"
+    r"|overall|now|but|sorry|correction|no(?=,)|by\s+(?:process\s+of\s+)?elimination|without\s+(?:an?y?\s+)?(?:doubt|question))\b"
+    rf"[,:]?\s*)*(?:not\s+{_SOME_LETTER},?\s+but\s+|rather\s+than\s+{_SOME_LETTER}\s+)?"
+    r"(?:i(?:'m|\s+am)\s+(?:\w+\s+)?(?:confident|sure|certain)\s+(?:that\s+)?|(?:there(?:'s|\s+is)\s+)?no\s+doubt\s+(?:that\s+)?"
+    r"|(?:i|we)\s+(?:think|believe|conclude|find|see)\s+(?:that\s+)?)?"
+    rf"(?:(?:let\s+me\s+|i(?:'ll|\s+will)?\s+)?(?:change|switch)(?:ed)?\s+(?:my\s+)?(?:answer|choice)?\s*(?:from\s+{_SOME_LETTER}\s+)?to\s+"
+    r"|(?:let(?:'s|\s+us)\s+)?(?:(?:i|we|you)(?:\s+(?:would|will|must|should|am|now)|'d|'ll|'m)?\s+)?(?:choos(?:e|ing)|chose|pick(?:ing)?"
+    r"|select(?:ing)?|mark(?:ing)?|settle\s+on|stick\s+with|opt\s+for|go(?:ing)?\s+(?:with|for)|conclude)\s*:?\s+"
+    r"|(?:i|we)(?:'d|\s+would)?\s+(?:say|answer|mean|get)\s+|(?:(?:it|that|this|which)\s+)?leav(?:es|ing)\s+(?:us\s+with\s+|only\s+|just\s+)?"
+    r"|(?:it|that|this|which)(?:\s+(?:is|gives|means|makes|matches|fits|corresponds\s+to|points\s+to|leads\s+to)"
+    r"|\s+(?:must|should|has\s+to|can\s+only)\s+be|'s)\s+)?"
+    r"(?:(?:the|final|correct|right|best|only|my|our|true|valid|consistent|first|second|third|fourth|last"
+    r"|most\s+(?:suitable|appropriate|accurate|fitting|likely))\s+)*"
+    r"(?:(?:answer|ans|option|choice|pick|statement|letter|one|result|solution|verdict|conclusion|match|closest|vote|final|correct"
+    r"|what\s+we\s+(?:want|need))\b(?:\s+(?:that|which)\s+(?!fails)[a-z]+s(?<!as)(?:\s+[a-z]+){0,3}?(?=\s+is\b))?\s*"
+    r"(?:(?:is|goes\s+to|(?:must|would|should|can\s+only)\s+be)\b|[:=-])?\s*:?\s*(?:(?:option|choice|letter)\s)?\W?){0,3}"
 )
 # The article, with a word for a quantity or several words: "A lot of them", "A red car"; "A photon" is a choice and its
 # text.
@@ -36,11 +49,16 @@ _JOINED = re.compile(
     r"[\W_]*(?:\b(?:or|and|but|is|isn't|are|aren't|was|wasn't|be|can|cannot|can't|could|would|should|seems|with|then|if"
     r"|to|(?i:wait|sorry|actually))\b|\\(?:lor|land|vee|wedge|to|rightarrow))"
 )
-# These confirm the letter: "B, not D", "B is correct", "B because C is false".
+# These confirm the letter: "B, not D", "B is correct", "B fits best", "B, though C is tempting".
 _CONFIRMED = re.compile(
-    r"\W*(?:(?:because|since|as)\b.*|(?:(?:and\s+)?not|rather\s+than|instead\s+of)\s+\W?[A-Z]\W?(?:\s+(?:or|nor)\s+\W?[A-Z]\W?)*"
-    r"|is\s+(?:the\s+)?(?:(?:correct|right|best|only)\b\s*)?(?:(?:answer|option|choice|one)\b)?(?<=\w)"
-    r"(?:,?\s+(?:because|since|as|which|that)\b(?!.*\b(?:not|fails?|wrong|false)\b).*|,\s+(?:an?|the)\b.*)?)[\W_]*"
+    r"\W*(?:(?:because|since|as)\b.*|(?:(?:and\s+)?not|over|rather\s+than|instead\s+of)\s+\W?[A-Z]\W?(?:\s+(?:or|nor)\s+\W?[A-Z]\W?)*"
+    r"|for\s+sure|no\s+doubt|without\s+(?:an?y?\s+)?(?:doubt|question)|it\s+is|(?:wins|works|fits|holds|remains|matches|applies)(?:\s+(?:best|here))?"
+    r"|makes\s+(?:the\s+most\s+)?sense|satisfies\s+(?:all|every|both|each)\b[\w\s]*|is\s+(?:consistent\s+with|(?:best|better)\s+supported)\b[\w\s]*"
+    r"|(?:here\b)?,?\s*(?:even\s+)?(?:though|although|while)\s+\W?[A-Z]\W?\s+(?:is|was|looks|seems)\s+(?:tempting|close|attractive|plausible|similar)"
+    r"|is\s+(?:what|the\s+one)\s+we\s+(?:want|need)|is\s+better\s+than\s+[A-Z]|is\s+left"
+    r"|(?:is|(?:must|has\s+to|would|should)\s+be|(?:seems|looks|appears)(?:\s+to\s+be)?)\s+(?:(?:clearly|obviously|definitely|therefore|thus|indeed)\s+)?"
+    r"(?:the\s+)?(?:(?:correct|right|best|better|only|true|valid|it)\b\s*)*(?:(?:answer|option|choice|one|match|fit)\b)?(?<=\w)"
+    r"(?:,?\s+(?:because|since|as|which|that)\b(?!.*\b(?:not|fails?|wrong|false)\b).*|,\s+(?:an?|the)\b.*|\s+(?:here|overall|to\s+me)\b)?)[\W_]*"
 )
 _ASIDE = re.compile(r"^\((?=[^()]*[a-z]{2})(?![^()]*\b(?i:not?|or|if|but|never|wrong|false|maybe)\b)[^()]*\)(?=\W*$)")
 _WORD = re.compile(r"[(\s,;:—–-]*([^\W\d_]{2,})")
@@ -84,8 +102,11 @@ def stated_letter(answer: str, *, in_text: bool = False) -> str | None:
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 _ARROW = re.compile(r"→|⇒|\\(?:to|(?:Long|long)?[Rr]ightarrow|implies)(?![a-zA-Z])")
-_CLAUSE = re.compile(r"[,;:—–]\s|\s-\s|(?=\b(?:so|hence|thus|therefore|which|meaning)\b)", re.IGNORECASE)
-_BARE = re.compile(r"\W*(?:(?:option|choice|answer)\s+)?(?:\([a-z]\)|[a-z](?:[).:](?=\s|$)|\W*$))", re.IGNORECASE)
+_CLAUSE = re.compile(r"[,;:—–]\s|\s-\s|(?=\b(?:so|hence|thus|therefore|which|meaning|leaves|leaving)\b)", re.IGNORECASE)
+_BARE = re.compile(
+    r"\W*(?:(?:option|choice|answer)\s+)?(?:\([a-z]\)|[a-z](?:[).:](?=\s|$)|\W*$)|(?-i:[A-HJ-Z])(?:\s+\(|[,—–]\s))",
+    re.IGNORECASE,
+)
 _OF_OTHERS = re.compile(r"\W*(?i:if|unless|suppos\w+|assum\w+|when|were|some|many|most|others)\b")
 _DOUBT = re.compile(r"\?|\b(?i:wrong|incorrect|wait|actually|sorry|but|however|instead|mistaken?)\b")
 

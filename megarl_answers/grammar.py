@@ -32,15 +32,15 @@ _MEANINGS: Mapping[str, str] = {
     # After these a number may stand alone; after other verbs and nouns it counts something: `Juan picked 15 oranges`.
     "state": "is are was were be equals equal becomes become remains get gets got getting obtain obtains find "
     "finds found have has had having give gives giving gave make makes making made leave leaves leaving "
-    "yield yields yielding total totals mean means conclude answer result sum value score scored scores "
-    "need needs cost costs pay pays paid earns earned spent us worth altogether it's that's which",
+    "yield yields yielding reach reaches reached total totals mean means conclude answer result sum value score "
+    "scored scores need needs cost costs pay pays paid earns earned spent us worth altogether it's that's which",
     "conclude": "so hence that thus therefore",
     # Prepositions that a quantity may follow: sold for $15, in 15 days.
     "quantity": "for in at with by into on after",
     # These may stand between a number and the word that governs it, as may wrappers of LaTeX.
     "within": "exactly precisely only just also still now another additional each all simply then finally "
-    r"definitely indeed approximately about roughly around \text \textbf \textit \textrm \mathbf \mathrm \mathit "
-    r"\mathsf \boldsymbol",
+    r"definitely indeed actually approximately about roughly around \text \textbf \textit \textrm \mathbf \mathrm "
+    r"\mathit \mathsf \boldsymbol",
     # Other prepositions, conjunctions and articles, of which languages have few, and adverbs that deny.
     "closed": "a an the about above across against along among around as before behind below beneath beside besides "
     "between beyond despite during except following from inside less like minus near of off onto opposite "
@@ -68,7 +68,7 @@ _SUPPOSED = re.compile(
     r"|replac\w+|reject\w*|discard\w*|rul(?:e|ed|ing)\s+out|exclud\w+|eliminat\w+|initially|at\s+first|used\s+to)\b"
     r"|(?<!\bI )(?<!\bI'd )(?<!\bwe )\b(?:thinks?|thought|says?|said|claim(?:s|ed)?|believe[sd]?|hope[sd]?"
     r"|expect(?:s|ed)?|predict(?:s|ed)?)\b|^\W*(?:(?:nobody|no\s?one|none|nothing|neither|others?|some(?:one|body)"
-    r"|(?:add|subtract|multipl|divid)\w*)\b|(?:is|was|are|can|could|may|might|should|would)\s+(?:it|that|this|the|he|she|they|we|x|n)\b)"
+    r"|(?:add|subtract|multipl|divid)\w*\b(?!.*\b(?:gives?|leaves?|yields?|get|makes?)\b))\b|(?:is|was|are|can|could|may|might|should|would)\s+(?:it|that|this|the|he|she|they|we|x|n)\b)"
     r"|\b(?:mistake|bound|candidate|possibility|error|typo|misprint)s?\b",
     re.IGNORECASE,
 )
@@ -89,7 +89,7 @@ _CONTRAST = re.compile(
 )
 # A number that begins a clause ends it, or is said to be the answer, or counts something.
 _ALONE = re.compile(
-    r"[\s$*_)}\]\\\"'`]*(?:$|\n|[.,;:!(=~]|it\s+is\b"
+    r"[\s$*_)}\]\\\"'`]*(?:$|\n|[.,;:!(=~—–]|it\s+is\b"
     r"|(?:is|was|are|must\s+be|will\s+be)\s+(?:(?:therefore|indeed|the|our|my|final|only)\s+)*(?:what\s+we\b|correct|right|answer|result|solution|total|sum|value)\b"
     r"|(?:is|was|are)\s+the\s+[a-z]+est\b|as\s+(?:the|our|my)\b|o'clock\b|(?:remains?|remain(?:ing)?|left)\b|of\s+(?:them|these|those|his|her|their|the)\b)"
 )

@@ -74,7 +74,7 @@ _AFTER = re.compile(
     re.IGNORECASE,
 )
 _NOT_ANOTHER = re.compile(
-    r"(?:(?:,\s+|\s+\()(?:and\s+|but\s+)?not|\s+(?:instead\s+of|rather\s+than))\s+(?:[^\s\d]{1,3}\s*)?[\d.,/]+(?:\D*\))?\W*$"
+    r"(?:(?:,\s+|\s+\()(?:and\s+|but\s+)?not|\s+(?:instead\s+of|rather\s+than))\s+(?:[^\s\d]{1,3}\s*)?[\d.,/]+(?:\D*\))?(?:\s+as\s[^.!?;\d]*)?\W*$"
 )
 
 
