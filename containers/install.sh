@@ -35,3 +35,8 @@ if [[ "${APEX:-0}" == 1 ]]; then
 fi
 # For cluster.target: a login node that has another environment checks settings for these packages.
 python -m pip list --format=freeze --disable-pip-version-check >"$venv/packages.txt"
+# And for these devices, if this machine has some; a line by hand does as well.
+if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --query-gpu=name,memory.total,driver_version,compute_cap --format=csv,noheader,nounits |
+        sort -u | sed 's/^/# device: /' >>"$venv/packages.txt"
+fi

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from megarl.config.derived import Derived
+from megarl.config.target import target_in_words
 from megarl.host.unicode import visible
 from megarl.plan.derive import usable_bytes
 from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
@@ -30,7 +31,13 @@ def to_text(plan: RunPlan) -> str:
     lines += [f"warning    {warning}" for warning in plan.warnings]
     if plan.missing:
         lines.append(f"unchecked  tokenizer, prompts, hints and ground truths, without {', '.join(plan.missing)}")
-    return "\n".join(map(visible, [f"plan of {plan.run}; nothing was started", *lines]))
+    return "\n".join(map(visible, [f"plan of {plan.run}; nothing was started", *target_lines(), *lines]))
+
+
+def target_lines() -> Iterator[str]:
+    """Write for which machine a plan is, unless it is this one."""
+    if words := target_in_words():
+        yield f"target     {words}"
 
 
 def derived_lines(derived: Sequence[Derived]) -> Iterator[str]:

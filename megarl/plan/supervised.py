@@ -16,7 +16,7 @@ from megarl.plan.build import role_plan
 from megarl.plan.derive import smallest_device
 from megarl.plan.devices import plan_shard
 from megarl.plan.recompute import choose_recompute, with_way
-from megarl.plan.render import derived_lines, role_lines, shard_lines
+from megarl.plan.render import derived_lines, role_lines, shard_lines, target_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
 from megarl.record.checkpoints import Command
 from megarl.train.supervised_inputs import Examples
@@ -136,6 +136,7 @@ def count_examples(examples: Examples) -> dict[str, int]:
 
 def _lines(plan: SupervisedPlan) -> Iterator[str]:
     yield f"plan of {plan.run} (megarl {plan.command}); nothing was started"
+    yield from target_lines()
     yield from role_lines(plan.roles)
     product = " × ".join(f"{axis} {plan.layout[axis]}" for axis in ("tp", "cp", "dp", "pp"))
     yield f"layout     {product} = {plan.num_ranks} ranks"

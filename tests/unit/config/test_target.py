@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli import main
 from megarl.config import target
 from megarl.config.models import transformer_engine_version
 from megarl.config.target import Target, checked_for, has_package, named_target, package_version, read_packages
@@ -151,3 +152,32 @@ def test_a_login_node_answers_as_the_nodes_would(without: tuple[str, ...], tmp_p
     assert len([name for name, said in here.items() if login[name] != said]) > 20
     refused = [name for name, said in login.items() if re.match("actor.(fp8|moe.grouped_gemm):", said)]
     assert bool(refused) is bool(without)
+
+
+def test_the_devices_of_the_nodes_are_known_where_the_file_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A login node refuses float8 for an A100, which lacks it, and plans by the memory that is there."""
+    file, run = tmp_path / "packages.txt", str(ROOT / "configs/run/gsm8k-qwen3-8b.yaml")
+    asked = ["train", run, "--dry-run", f"cluster.target={file}", f"model.config_path={ROOT}/configs/model/hf/qwen3-8b"]
+    file.write_text(f"{LISTING}# device: NVIDIA A100-SXM4-40GB, 40960, 580.65.06, 8.0\n")
+    with pytest.raises(SystemExit):
+        main([*asked, "actor.fp8=blockwise"])
+    error = capsys.readouterr().err
+    assert "actor.fp8: got blockwise, which needs compute capability >= 9.0, but NVIDIA A100-SXM4-40GB has 8.0" in error
+    main(asked)
+    printed = capsys.readouterr().out
+    assert f"target     cuda, packages of {file}, NVIDIA A100-SXM4-40GB (40 GiB)\n" in printed
+    # An update without any recompute takes 42.0 GiB.
+    assert re.search(
+        r"derived    actor.recompute=full: the least that fits: 3\d.\d of 40 GiB \(update actor\)", printed
+    )
+    file.write_text(LISTING)
+    main([*asked, "actor.fp8=blockwise"])
+    assert f"target     cuda, packages of {file}, devices unknown\n" in capsys.readouterr().out
+
+
+def test_a_device_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "packages.txt").write_text(f"{LISTING}# device: NVIDIA H100, much\n")
+    with pytest.raises(ConfigError, match=r"^packages\.txt: got the device 'NVIDIA H100, much', expected"):
+        named_target("packages.txt")
