@@ -100,16 +100,18 @@ class Cluster:
         check_serves(self._asked, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, with_engine: bool) -> None:
-        cluster = self._config.cluster
+        config, cluster = self._config, self._config.cluster
         device, other_layouts = dict(platform().resources), list(self._roles)[1:]
         shared: Sequence[Sequence[int]] = ()
-        if with_engine and self._roles and self._config.placement.mode == "colocated":
+        if with_engine and self._roles and config.placement.mode == "colocated":
             # Engines share the devices of the ranks that make the transfer smallest.
-            shared = engine_ranks(self._config, plan_input_of(self._config, read_model_spec(self._config.model.path)))
+            spec, engine = read_model_spec(config.model.path), config.rollout.engine
+            sent = plan_input_of(spec, config.model, config.actor, engine, config.sync)
+            shared = engine_ranks(sent, engine, config.placement.trainer)
         plan = plan_placement(
-            self._config.placement,
-            self._config.rollout.engine,
-            self._config.actor.layout.world_size,
+            config.placement,
+            config.rollout.engine,
+            config.actor.layout.world_size,
             device,
             with_engines=with_engine,
             with_trainer=bool(self._roles),
@@ -240,7 +242,7 @@ class Cluster:
         specs: those of `sent_spec`; by default all of them.
         """
         engine = self._config.rollout.engine
-        model = sent_spec(self._config, read_model_spec(self._config.model.path))
+        model = sent_spec(self._config.actor.lora, read_model_spec(self._config.model.path))
         if specs is None:
             specs = weight_specs(model, self._config.model.dtype, by_expert=True)
         return BridgeSync(

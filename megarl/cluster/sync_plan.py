@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.cluster.placement import devices_per_node, ranks_in_order
-from megarl.config.generation import SyncConfig
-from megarl.config.lora import sent_alone
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.lora import LoraConfig, sent_alone
+from megarl.config.schema import (
+    ActorConfig,
+    EngineConfig,
+    LayoutConfig,
+    ModelConfig,
+    NodesConfig,
+    PlacementConfig,
+    SyncConfig,
+)
 from megarl.host.device.platform import Platform
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Plan, build_plan
@@ -70,29 +77,31 @@ class PlanInput:
     needs: Sequence[Holding]
 
 
-def sent_spec(config: Config, spec: ModelSpec) -> ModelSpec:
+def sent_spec(lora: LoraConfig | None, spec: ModelSpec) -> ModelSpec:
     """Describe what a weight sync of the actor sends, as a model: all of its weights, or its adapters alone."""
-    lora = sent_alone(config.actor.lora)
-    return spec if lora is None else adapter_spec(spec, lora)
+    alone = sent_alone(lora)
+    return spec if alone is None else adapter_spec(spec, alone)
 
 
-def plan_input_of(config: Config, spec: ModelSpec) -> PlanInput:
+def plan_input_of(
+    spec: ModelSpec, model: ModelConfig, actor: ActorConfig, engine: EngineConfig, sync: SyncConfig
+) -> PlanInput:
     """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
-    engine, sent = config.rollout.engine, sent_spec(config, spec)
+    sent = sent_spec(actor.lora, spec)
     return PlanInput(
-        specs=sent_specs(sent, weight_specs(sent, config.model.dtype, by_expert=True), config.sync.dtype),
-        held=rank_holdings(sent, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
+        specs=sent_specs(sent, weight_specs(sent, model.dtype, by_expert=True), sync.dtype),
+        held=rank_holdings(sent, actor.layout, vocab_multiple=model.vocab_multiple),
         needs=engine_needs(sent, engine.tp, stages=engine.pp, expert_parallel=engine.expert_parallel),
     )
 
 
-def engine_ranks(config: Config, plan_input: PlanInput) -> list[tuple[int, ...]]:
+def engine_ranks(plan_input: PlanInput, engine: EngineConfig, trainer: NodesConfig) -> list[tuple[int, ...]]:
     """Choose the trainer ranks whose devices each colocated engine shares, so that a weight sync sends few bytes.
 
     Every worker stays on its node. Engines get consecutive ranks unless another choice saves bytes.
     """
-    in_order, size = list(itertools.chain(*ranks_in_order(config.rollout.engine))), len(plan_input.needs)
-    per_node = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
+    in_order, size = list(itertools.chain(*ranks_in_order(engine))), len(plan_input.needs)
+    per_node = devices_per_node(trainer, len(plan_input.held))
     shared = overlaps(plan_input.specs, dict(enumerate(plan_input.held)), dict(enumerate(plan_input.needs)))
     chosen = list[int]()
     for first in range(0, len(in_order), per_node):
@@ -106,23 +115,20 @@ def engine_ranks(config: Config, plan_input: PlanInput) -> list[tuple[int, ...]]
     return [tuple(chosen[i : i + size]) for i in range(0, len(chosen), size)]
 
 
-def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
+def bridge_plan(plan_input: PlanInput, engine: EngineConfig, placement: PlacementConfig) -> Plan:
     """Plan which rank sends which slices of weights to which engine worker; workers are numbered after the ranks."""
-    plan_input, first = plan_input_of(config, spec), config.actor.layout.world_size
-    colocated, num_workers = (
-        config.placement.mode == "colocated",
-        config.rollout.engine.num_engines * len(plan_input.needs),
-    )
-    workers = [rank for ranks in engine_ranks(config, plan_input) for rank in ranks] if colocated else []
-    per_node = devices_per_node(config.placement.trainer, first)
+    first, num_workers = len(plan_input.held), engine.num_engines * len(plan_input.needs)
+    colocated = placement.mode == "colocated"
+    workers = list(itertools.chain(*engine_ranks(plan_input, engine, placement.trainer))) if colocated else []
+    per_node = devices_per_node(placement.trainer, first)
     hosts = [("trainer", rank // per_node) for rank in [*range(first), *workers]]
     if not colocated:
-        per_node = devices_per_node(config.placement.engines, num_workers)
+        per_node = devices_per_node(placement.engines, num_workers)
         hosts += [("engines", i // per_node) for i in range(num_workers)]
     return build_plan(
         plan_input.specs,
         dict(enumerate(plan_input.held)),
-        dict(enumerate(list(plan_input.needs) * config.rollout.engine.num_engines, start=first)),
+        dict(enumerate(list(plan_input.needs) * engine.num_engines, start=first)),
         neighbours={first + i: [rank] for i, rank in enumerate(workers)},
         hosts=dict(enumerate(hosts)),
     )
@@ -142,10 +148,10 @@ def gloo_warning(plan: Plan, settings: SyncConfig, here: Platform) -> str | None
     )
 
 
-def bridge_links(config: Config, plan: Plan, here: Platform) -> LinkStatistics | None:
+def bridge_links(settings: SyncConfig, plan: Plan, here: Platform) -> LinkStatistics | None:
     """Estimate the time of a weight sync over what would carry its messages on a platform; None on CPUs."""
     if here.backend != "nccl":
         return None
     beside = {receiver: min(sources) for receiver, sources in plan.neighbours.items()}
-    link_settings = link_settings_of(plan, config.sync, here, hosts=plan.hosts, beside=beside)
+    link_settings = link_settings_of(plan, settings, here, hosts=plan.hosts, beside=beside)
     return link_statistics(plan, link_settings, hosts=plan.hosts, beside=beside)

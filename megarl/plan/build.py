@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl.cluster.object_store import object_store
 from megarl.cluster.placement import NodeGroup, ProcessSlot, plan_placement, with_judge_servers
 from megarl.cluster.roles import by_layout, model_key
-from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, sent_spec
+from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, plan_input_of, sent_spec
 from megarl.config.batches import (
     batch_counts,
     max_hinted_row_tokens,
@@ -128,7 +128,8 @@ def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
 def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPlan:
     config, roles, specs, shards, engine = run.config, run.roles, run.specs, run.shards, run.engine
     actor, layouts, counts = run.actor, by_layout(roles), batch_counts(config)
-    bridge, missing = bridge_plan(config, actor), _missing_files(config, roles)
+    plan_input = plan_input_of(actor, config.model, config.actor, config.rollout.engine, config.sync)
+    bridge, missing = bridge_plan(plan_input, config.rollout.engine, config.placement), _missing_files(config, roles)
     staged = most_staging(bridge, config.sync)
     devices = plan_devices(layouts, shards, engine, staged.device, offload=config.placement.offload)
     inputs = None if missing or not with_data else open_train_inputs(config)
@@ -159,9 +160,9 @@ def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPla
         shards=tuple(shards),
         devices=tuple(devices),
         engine=engine,
-        sync_bytes=_model_parameters(sent_spec(config, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
+        sync_bytes=_model_parameters(sent_spec(config.actor.lora, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge),
-        links=bridge_links(config, bridge, platform()),
+        links=bridge_links(config.sync, bridge, platform()),
         staging=staged,
         device_bytes=device_bytes,
         derived=run.derived,

@@ -113,13 +113,11 @@ def recorded(
     """Open the run's recorder; within this context, what is written is shared as `run.share` says."""
     files.hash_in_background()
     with shared_with(config.run.share, lock.directory):
-        if checkpoint is None:
-            yield RunRecorder(config, lock=lock, inputs=files, overwrite=overwrite)
-            return
-        for note in resume_notes(checkpoint, config, files):
-            print_lines(note)
-        forget_after(checkpoint.path.parent, checkpoint.state.step)
-        yield RunRecorder(config, lock=lock, inputs=files, resumed_step=checkpoint.state.step)
+        if checkpoint is not None:
+            print_lines(*resume_notes(checkpoint, config, files))
+            forget_after(checkpoint.path.parent, checkpoint.state.step)
+        step = None if checkpoint is None else checkpoint.state.step
+        yield RunRecorder(config, lock=lock, inputs=files, overwrite=overwrite, resumed_step=step)
 
 
 @contextlib.contextmanager

@@ -184,7 +184,7 @@ def open_policy(cluster: Cluster, config: Config) -> Policy:
     cluster.workers.load(LoadRequest(roles=(actor,), seed=0))
     spec = read_model_spec(config.model.path)
     algorithm = algorithm_of(config)
-    specs = weight_specs(sent_spec(config, spec), config.model.dtype, by_expert=True)
+    specs = weight_specs(sent_spec(config.actor.lora, spec), config.model.dtype, by_expert=True)
     return Policy(
         cluster=cluster,
         config=config,

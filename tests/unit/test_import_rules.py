@@ -141,7 +141,7 @@ MOST_LINES = {
 MOST_LINES_TOGETHER = 99_155
 MOST_ARROWS = 158
 MOST_ANY_PER_1000 = 4.2
-MOST_TAKERS = 26
+MOST_TAKERS = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

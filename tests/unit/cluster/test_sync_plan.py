@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cluster.sync_plan import bridge_plan, engine_ranks, gloo_warning, plan_input_of, rank_holdings
+from megarl.cluster.sync_plan import PlanInput, bridge_plan, engine_ranks, gloo_warning, plan_input_of, rank_holdings
 from megarl.config.generation import SyncConfig
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
@@ -96,6 +96,10 @@ def test_engines_of_any_size_get_whole_heads_from_ranks_with_parts_of_groups(eng
             assert copies[name].numpy().tolist() == covered(shapes[name], its).astype(float).tolist(), name
 
 
+def input_of(config: Config, spec: ModelSpec) -> PlanInput:
+    return plan_input_of(spec, config.model, config.actor, config.rollout.engine, config.sync)
+
+
 def slots_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine: int) -> list[tuple[int, ...]]:
     spec = read_model_spec(write_config(path, num_key_value_heads=4))
     tree = {
@@ -104,7 +108,7 @@ def slots_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine
         "placement": {"trainer": {"num_nodes": num_nodes}},
     }
     config = from_dict(Config, tree)
-    return engine_ranks(config, plan_input_of(config, spec))
+    return engine_ranks(input_of(config, spec), config.rollout.engine, config.placement.trainer)
 
 
 @pytest.mark.parametrize(("dp", "num_nodes", "nodes"), [(1, 1, [{0, 1, 2, 3}]), (2, 2, [{0, 1, 2, 3}, {4, 5, 6, 7}])])
@@ -131,15 +135,15 @@ def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: 
         "placement": {"trainer": {"num_nodes": 2}},
     }
     config, spec = from_dict(Config, tree), read_model_spec(model)
-    assert engine_ranks(config, plan_input_of(config, spec)) == [(0, 1, 2, 3)]
-    plan = bridge_plan(config, spec)
+    assert engine_ranks(input_of(config, spec), config.rollout.engine, config.placement.trainer) == [(0, 1, 2, 3)]
+    plan = bridge_plan(input_of(config, spec), config.rollout.engine, config.placement)
     assert plan.wire_bytes == 0
     assert sum(plan.received_bytes(receiver, local=True) for receiver in plan.needs) > 0
     # Without stages in the trainer, each node's first rank lends its device to the worker that has its slices.
     layout = {"layout": {"tp": 2, "dp": 2}}
     config = from_dict(Config, tree | {"actor": layout})
-    assert engine_ranks(config, plan_input_of(config, spec)) == [(0, 1, 2, 3)]
-    assert bridge_plan(config, spec).wire_bytes == 0
+    assert engine_ranks(input_of(config, spec), config.rollout.engine, config.placement.trainer) == [(0, 1, 2, 3)]
+    assert bridge_plan(input_of(config, spec), config.rollout.engine, config.placement).wire_bytes == 0
 
 
 def test_gloo_between_hosts_with_cuda_has_its_price() -> None:

@@ -64,8 +64,10 @@ def test_engines_that_have_read_their_weights_keep_them_on_the_host(tmp_path: Pa
 def test_workers_get_all_and_only_what_they_need(targets: list[str], tmp_path: Path) -> None:
     """Six experts of width 10, with rank max(1, 3 // 2) = 1."""
     config = run(tmp_path, model=EXPERTS, lora={"targets": targets})
-    plan = bridge_plan(config, read_model_spec(tmp_path))
+    engine = config.rollout.engine
+    plan_input = plan_input_of(read_model_spec(tmp_path), config.model, config.actor, engine, config.sync)
+    plan = bridge_plan(plan_input, engine, config.placement)
     of_attention, of_experts = 2 * 4 * RANK * 56, 2 * 4 * 6 * (2 * (8 + 10) + (10 + 8))
     expected = of_attention * ("attention" in targets) + of_experts * ("experts" in targets)
     assert plan_statistics(plan).wire_bytes == 4 * expected
-    assert all(".lora_" in name for name in plan_input_of(config, read_model_spec(tmp_path)).specs)
+    assert all(".lora_" in name for name in plan_input.specs)

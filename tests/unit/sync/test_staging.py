@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cluster.sync_plan import bridge_plan
+from megarl.cluster.sync_plan import bridge_plan, plan_input_of
 from megarl.config.generation import SyncConfig
 from megarl.config.load import from_dict, packaged
 from megarl.config.schema import Config
@@ -135,7 +135,9 @@ def test_a_rank_of_128_stages_at_most_a_gibibyte() -> None:
         "sync": {"host_group": "device", "cuda_ipc": True},
     }
     config = from_dict(Config, tree)
-    found = staging_of(bridge_plan(config, spec), config.sync)
+    engine = config.rollout.engine
+    plan_input = plan_input_of(spec, config.model, config.actor, engine, config.sync)
+    found = staging_of(bridge_plan(plan_input, engine, config.placement), config.sync)
     assert len(found) == 256
     assert max(each.device for each in found.values()) <= GIB
     assert max(each.host for each in found.values()) <= GIB
