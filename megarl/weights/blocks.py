@@ -139,21 +139,27 @@ _LATENT_ATTENTION = (
     ),
 )
 
-DENSE_MLP = (
-    _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.linear_fc1.weight",
-        (f"{_HF}mlp.gate_proj.weight", "ffn hidden"),
-        (f"{_HF}mlp.up_proj.weight", "ffn hidden"),
-        layers=Layers.DENSE,
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}mlp.linear_fc2.weight",
-        (f"{_HF}mlp.down_proj.weight", "hidden ffn"),
-        layers=Layers.DENSE,
-    ),
-)
+
+def _gated_mlp(module: str, block: str, width: str, layers: Layers) -> tuple[WeightRule, ...]:
+    """Return the weight rules of an MLP, given its names in Megatron and in the checkpoint, and that of its width."""
+    return (
+        _rule(
+            Partition.GATE_UP,
+            f"{_L}{module}.linear_fc1.weight",
+            (f"{_HF}{block}.gate_proj.weight", f"{width} hidden"),
+            (f"{_HF}{block}.up_proj.weight", f"{width} hidden"),
+            layers=layers,
+        ),
+        _rule(
+            Partition.COLUMNS,
+            f"{_L}{module}.linear_fc2.weight",
+            (f"{_HF}{block}.down_proj.weight", f"hidden {width}"),
+            layers=layers,
+        ),
+    )
+
+
+DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn", Layers.DENSE)
 
 FUSED_MLP = (
     _rule(
@@ -193,28 +199,10 @@ def expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, 
     )
 
 
-def _shared_experts(block: str) -> tuple[WeightRule, ...]:
-    return (
-        _rule(
-            Partition.GATE_UP,
-            f"{_L}mlp.shared_experts.linear_fc1.weight",
-            (f"{_HF}{block}.gate_proj.weight", "shared_ffn hidden"),
-            (f"{_HF}{block}.up_proj.weight", "shared_ffn hidden"),
-            layers=Layers.EXPERTS,
-        ),
-        _rule(
-            Partition.COLUMNS,
-            f"{_L}mlp.shared_experts.linear_fc2.weight",
-            (f"{_HF}{block}.down_proj.weight", "hidden shared_ffn"),
-            layers=Layers.EXPERTS,
-        ),
-    )
-
-
-SHARED_EXPERTS = _shared_experts("mlp.shared_experts")
+SHARED_EXPERTS = _gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", Layers.EXPERTS)
 # One shared expert, whose output a sigmoid scales (Qwen2-MoE).
 GATED_SHARED_EXPERT = (
-    *_shared_experts("mlp.shared_expert"),
+    *_gated_mlp("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", Layers.EXPERTS),
     _rule(
         Partition.REPLICATED,
         f"{_L}mlp.shared_experts.gate_weight",
@@ -251,32 +239,18 @@ def router_bias(tensor: str) -> tuple[WeightRule, ...]:
 
 ROUTER_BIAS = router_bias("mlp.gate.e_score_correction_bias")
 
-QK_NORM = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.q_layernorm.weight",
-        (f"{_HF}self_attn.q_norm.weight", "qk_norm"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.k_layernorm.weight",
-        (f"{_HF}self_attn.k_norm.weight", "qk_norm"),
-    ),
-)
 
+def _qk_norm(queries: tuple[Partition, str], keys: tuple[Partition, str]) -> tuple[WeightRule, ...]:
+    """Return the weight rules of the norms of queries and keys, given how each is split, and its size."""
+    return tuple(
+        _rule(partition, f"{_L}self_attention.{name}_layernorm.weight", (f"{_HF}self_attn.{name}_norm.weight", size))
+        for name, (partition, size) in (("q", queries), ("k", keys))
+    )
+
+
+QK_NORM = _qk_norm((Partition.REPLICATED, "qk_norm"), (Partition.REPLICATED, "qk_norm"))
 # Norms over all heads together; a rank has the weights of its own heads.
-WIDE_QK_NORM = (
-    _rule(
-        Partition.ROWS,
-        f"{_L}self_attention.q_layernorm.weight",
-        (f"{_HF}self_attn.q_norm.weight", "q"),
-    ),
-    _rule(
-        Partition.KEY_ROWS,
-        f"{_L}self_attention.k_layernorm.weight",
-        (f"{_HF}self_attn.k_norm.weight", "kv"),
-    ),
-)
+WIDE_QK_NORM = _qk_norm((Partition.ROWS, "q"), (Partition.KEY_ROWS, "kv"))
 
 QKV_BIAS = (
     _rule(
