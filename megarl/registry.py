@@ -1,4 +1,7 @@
-"""Look up by name the functions that a configuration chooses from, and refuse settings that nothing would read."""
+"""Look up by name the functions that a configuration chooses from, and refuse settings that nothing would read.
+
+Entry points name what packages install; here a user's file, which no package has, registers functions, too.
+"""
 
 import contextlib
 import difflib

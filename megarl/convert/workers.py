@@ -1,4 +1,7 @@
-"""Map a function over items in forked worker processes, which end when the process that started them ends."""
+"""Map a function over items in forked worker processes, which end when the process that started them ends.
+
+The pools of `concurrent.futures` do not say how a worker that died has ended, and wait for tasks when they are closed.
+"""
 
 import itertools
 import multiprocessing

@@ -1,7 +1,8 @@
 """Access rows of Parquet and JSON-lines files by index, without keeping a Python object per row.
 
 The wanted columns of a Parquet file stay in Arrow memory. A JSON-lines file is memory-mapped, and only the offset of
-every line is kept. A row becomes a dictionary when it is read.
+every line is kept. A row becomes a dictionary when it is read. Arrow's reader of JSON lines takes a field in one type
+only, and `datasets` writes a copy of every file.
 """
 
 import json

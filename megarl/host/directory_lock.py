@@ -3,7 +3,7 @@
 PLACE, such as RUN/lock, holds a *claim* per owner: a directory 000001 with the file TOKEN.json, which describes the
 owner, and whose time of modification is its last sign of life. A claim appears complete, because a directory of
 another name is renamed to it, which fails if the name is taken: one operation of the file system, also on shared
-storage, where locks of files (flock) may be those of one host only.
+storage, where locks of files (flock, and so filelock's) may be those of one host only.
 
 A process takes over by making the claim after that of an owner that has died, and then removing the latter. If several
 try at once, one can make it. An owner whose claim is gone, because it was taken for dead while it was suspended,

@@ -3,6 +3,7 @@
 A server is a process that imports modules and then calls `serve_forks`; `fork_client` asks it for processes. It uses no
 library that it imports, has one thread, and never touches a device, so that its children are like freshly started
 interpreters. It ends when its standard input closes and no child is left; if it is killed, its children are, too.
+Children of `multiprocessing`'s fork server have neither a script nor a directory and an environment of their own.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 On one host they are Unix sockets in a directory that only this user can enter. Between hosts both ends of a TCP
 connection prove that they know the run's secret, before anything else is read. Who proves nothing is turned away, and
-the ranks go on waiting for each other.
+the ranks go on waiting for each other; `multiprocessing.connection` would wait for the proof of one that sends nothing.
 """
 
 import contextlib

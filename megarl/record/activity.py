@@ -1,4 +1,4 @@
-"""Say what a command is doing, so that it is never silent: a live line on a terminal, plain lines elsewhere."""
+"""Say what a command is doing, so that it is never silent: a line of tqdm on a terminal, plain lines elsewhere."""
 
 import contextlib
 import sys

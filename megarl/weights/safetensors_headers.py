@@ -1,4 +1,7 @@
-"""Read the headers of safetensors files, and compare them with what config.json implies, before torch is loaded."""
+"""Read the headers of safetensors files, and compare them with what config.json implies, before torch is loaded.
+
+The reader of the package safetensors does not tell where in a file the bytes of a tensor are.
+"""
 
 import json
 import math

@@ -5,6 +5,8 @@ V segments), other users' identities, and whatever a later kernel brings. Nor ma
 others in its place (owners of descriptors, leases), or own a datagram socket, which reaches any socket whose address it
 knows. Under Landlock a program is one process: it may start threads, and send signals to itself alone. All its files
 have a name or a descriptor that its keeper can see: none are under way between the ends of a socket pair.
+
+libseccomp builds such filters, too, but it is a library of the system, which not every host has.
 """
 
 import ctypes
