@@ -285,6 +285,15 @@ def compact(text: str) -> str:
     return re.sub(r"(?<![\w.])\s+|\s+(?![\w.])", "", text)
 
 
+# Accents within a word; a letter alone is a symbol: 10 Å is not 10 A.
+_ACCENT = re.compile("(?<=[A-Za-z]{2})[\u0300-\u036f]+|(?<=[A-Za-z])[\u0300-\u036f]+(?=[A-Za-z])")
+
+
+def without_accents(text: str) -> str:
+    """Remove the accents of words, which many keyboards lack: `García` → `Garcia`."""
+    return text if text.isascii() else _ACCENT.sub("", unicodedata.normalize("NFD", text))
+
+
 def normalise(text: str) -> str:
     r"""Remove units, spaces, sizes and signs from an answer: `x=7.00 \text{ cm}` → `7`, `3/4` → `\frac{3}{4}`.
 

@@ -21,7 +21,7 @@ _GROUPED_NUMBER = re.compile(rf"{_FRACTION}|(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d*)(
 _SIGN = re.compile(r"(?<![\d)}\]])(?<![\d)}\]]\s)(?<!\b[a-zA-Z])(?<!\b[a-zA-Z]\s)[-−]\s?\$?$")
 # Before or after a number, these make it a part of another one, or one of two answers: 2^42, 41 or 42, 42½, 42nd.
 _PART_OF_NUMBER = re.compile(
-    r"[\w.,'^_/*·×÷√)}]$|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+,]|\\[a-z]+\b)?\s*$|\d:$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
+    r"[\w.,'^_/*·×÷√)}]\Z|[\^_/*·×÷√]\s*$|\d\s*(?:[-–−+,]|\\[a-z]+\b)?\s*$|\d:$|\d\D{0,9}\b(?:or|to|through|and)\s*$"
     r"|\}\s*\{\s*$|\\(?:times|cdot|sqrt|frac|pm|neq|not)\b\W*$|[±≠~<≤≥⩽⩾≦≧]\s*$|(?<!=)>\s*$"
     r"|[\^_]\s*\{\s*$|\\(?!text|math|bold|boxed|fbox|frame|sim|approx|equiv|\w*[Rr]ightarrow|implies|to\b|l?eq?\b|geq?\b)[a-zA-Z]+\s*(?:\[[^\]]*\])?\{[^{}]*$|[a-zA-Z]\(\s*$|\|-?$",
     re.IGNORECASE,

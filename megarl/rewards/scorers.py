@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from megarl.registry import FunctionRegistry, Registry
 from megarl.rewards.truths import TruthReader, any_answer, any_mathematics, as_it_stands
 from megarl.types import Reward
-from megarl_answers import after_thoughts
+from megarl_answers import after_thoughts, without_accents
 
 # The key of `Reward.details` that is 1 if no answer could be parsed, which is counted separately from wrong answers.
 PARSE_FAILED = "parse_failed"
@@ -137,8 +137,8 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
 
 
 def _same_words(answer: str, accepted: str) -> bool:
-    """Compare answers without case and punctuation, with articles or without; as they stand if nothing else is left."""
-    left, right = _forms_of(answer), _forms_of(accepted)
+    """Compare answers without case and punctuation, accents that the answer has nowhere, with articles or without."""
+    left, right = _forms_of(answer), _forms_of(without_accents(accepted) if answer.isascii() else accepted)
     return left[1] == right[1] or left[2] == right[2] if right[1] else left[0] == right[0]
 
 

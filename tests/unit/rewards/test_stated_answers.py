@@ -49,3 +49,8 @@ def test_the_table_is_what_it_should_be() -> None:
     assert wrong > 900
     assert refused / (right + refused) < 0.04
     assert taken / (wrong + taken) < 0.01
+
+
+def test_a_number_at_the_start_of_a_line_is_not_part_of_the_line_before() -> None:
+    assert score("math/last_number", "## Result\n**96 tiles**", "96", {}).correct
+    assert not score("math/last_number", "## Result\n**12 or 96 tiles**", "96", {}).correct
