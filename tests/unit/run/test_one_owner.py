@@ -42,7 +42,7 @@ def nothing_may_happen(*_: object, **__: object) -> NoReturn:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with files, whose directory the test owns; whatever reads inputs or starts something fails it."""
     monkeypatch.setattr(start, "open_train_inputs", nothing_may_happen)
-    monkeypatch.setattr(start, "SUPERVISED", dict.fromkeys(start.SUPERVISED, nothing_may_happen))
+    monkeypatch.setattr(start, "open_task", nothing_may_happen)
     monkeypatch.setattr(evaluations, "open_eval_inputs", nothing_may_happen)
     monkeypatch.setattr(queue, "plan_study", nothing_may_happen)
     monkeypatch.setattr(quickstarts, "generate", nothing_may_happen)
