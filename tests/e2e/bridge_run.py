@@ -68,9 +68,9 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         plan = sync.plan
         shapes = {name: spec.shape for name, spec in plan.specs.items()}
         # Colocated: each worker is on the device of a rank.
-        settings = config.rollout.engine
-        plan_input = plan_input_of(read_model_spec(model), config.model, config.actor, settings, config.sync)
-        near = itertools.chain(*engine_ranks(plan_input, settings, config.placement.trainer))
+        engine_config = config.rollout.engine
+        plan_input = plan_input_of(read_model_spec(model), config.model, config.actor, engine_config, config.sync)
+        near = itertools.chain(*engine_ranks(plan_input, engine_config, config.placement.trainer))
         widths = {name: spec.dtype.itemsize for name, spec in plan.specs.items()}
         minimum = [
             sum(widths[name] * count for name, count in lacking)
