@@ -15,7 +15,7 @@ WRAPPER = re.compile(
 _SOME_LETTER = r"\W?[a-z]\W?"
 # Adverbs, what introduces an opinion, verbs that choose or point to a choice, and names of it.
 _BEFORE = (
-    r"[\s(\['.:<>#=-]*(?:(?:so|thus|hence|therefore|then|definitely|clearly|surely|certainly|obviously|only|actually|finally"
+    r"(?:[\s(\['.:<>#=]|-(?=[\s>]))*(?:(?:so|thus|hence|therefore|then|definitely|clearly|surely|certainly|obviously|only|actually|finally"
     r"|overall|now|but|sorry|correction|no(?=,)|by\s+(?:process\s+of\s+)?elimination|without\s+(?:an?y?\s+)?(?:doubt|question))\b"
     rf"[,:]?\s*)*(?:not\s+{_SOME_LETTER},?\s+but\s+|rather\s+than\s+{_SOME_LETTER}\s+)?"
     r"(?:i(?:'m|\s+am)\s+(?:\w+\s+)?(?:confident|sure|certain)\s+(?:that\s+)?|(?:there(?:'s|\s+is)\s+)?no\s+doubt\s+(?:that\s+)?"

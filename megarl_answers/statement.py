@@ -209,7 +209,7 @@ _SPELLED = re.compile(r"[^\x00-\x7f]|[~*_'\"`]|\d(?:[xX ]|\\[, \\]|\{\})|(?<![\\
 
 def plain_spelling(text: str) -> str | None:
     """Return the plain spelling of a number or letter, None for other texts and for one that is spelled so."""
-    if len(text) > CONTEXT_CHARS or not _SPELLED.search(text):
+    if len(text) > 40 or not _SPELLED.search(text):
         return None
     plain = plain_answer(canonical(text))
     number = parse_number(plain)

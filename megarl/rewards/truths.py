@@ -20,7 +20,7 @@ _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _MARKED = re.compile(r"####|</answer>")
 _STRAY = re.compile(
     rf"{_MARKED.pattern}|<\|\w+\|>|</?(?:s|br|b|i|p|em|strong|span|div|code)\b[^<>]*>|&#?\w+;|\\n\s*$"
-    "|(?<!\\\\)\\bboxed\\b|\\d[\u00ad\u200b-\u200f\u2060\ufeff]+\\d"
+    r"|(?<!\\)\bboxed\b"
 )
 _ANNOUNCED = re.compile(
     r"\bans(?:wer)?\b(?:\s+to\b[^.:=\n]*?)?[*_\s]*(?:\bis\b|[:=])[\s:*_]*(.*?)(?:\*\*)?"

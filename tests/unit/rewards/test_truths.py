@@ -50,7 +50,7 @@ SENTENCES = [
 # Spellings that print as a number or letter, or mean it, or show that something is left around it.
 SPELLED = {
     "72": (
-        '７２|72\u200b|\ufeff72|7\u200b2|“72”|„72“|«72»|‘72’|"72"|7.2e1|7.2E1|0.72e2|72e0|72.00'
+        '７２|72\u200b|\ufeff72|“72”|„72“|«72»|‘72’|"72"|7.2e1|7.2E1|0.72e2|72e0|72.00'
         "|seventy-two|Seventy two.|٧٢|७२|𝟕𝟐"
         "|⑦②|~72|*72*|_72_|\\(72\\)|\\text{72}|72{}|72 \\\\|the 72|72 only|ans 72|72 (seventy-two)"
         "|7.2×10¹|7.2 x 10^1|\u202d72\u202c"
