@@ -34,6 +34,8 @@ SETTINGS = (
     "settings",
     [
         pytest.param(("placement.offload=true",), id="colocated"),
+        pytest.param(("placement.offload=true", "actor.lora={rank: 4}"), id="lora"),
+        pytest.param(("placement.offload=true", "actor.share_prefixes=true"), id="forest"),
         pytest.param(("placement.mode=split",), id="split", marks=needs_devices(2)),
         pytest.param(("placement.mode=split", "sync.host_group=device"), id="split, by NCCL", marks=needs_devices(2)),
     ],

@@ -65,6 +65,7 @@ WIDE = {
     "tests/e2e/test_sync.py::test_moe_reload": _RUNS,
     "tests/e2e/test_truncated_sampling.py": _RUNS,
     "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[seams": _RUNS,
+    "tests/unit/test_sittings.py": "scripts for GPUs, whose steps start anew; the sessions' test stays",
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
     "tests/unit/cluster/test_episodes.py::test_a_conversation_begins_again": _DEATHS,
     "tests/unit/cluster/test_episodes.py::test_a_host_outlives": _DEATHS,
