@@ -28,7 +28,7 @@ code=0
 step() {
     local name="$1" limit="$2" left=$((budget - SECONDS)) began=$SECONDS exit=0
     shift 2
-    if "$python" -m tests.gpu.tables "$out/$block.json" done "$name"; then return; fi
+    if "$python" -m tests.gpu.tables "$out/$block.json" "done" "$name"; then return; fi
     if ((left < 15)); then
         echo "$name: for the next sitting"
         code=3
