@@ -10,7 +10,7 @@ from tests.helpers.syntax import nodes_of
 
 ROOT = Path(__file__).parents[2]
 # `open` of other things than files: what it is called on.
-OTHERS = ("os", "tracker", "self._memory", "chat_server()")
+OTHERS = ("os", "Image", "tracker", "self._memory", "chat_server()")
 PROCESSES = ("run", "Popen", "check_output")
 
 

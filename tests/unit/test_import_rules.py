@@ -110,7 +110,7 @@ MOST_LINES = {
     # 560 came with the dialects of agents (messages and responses beside chat completions) and parsers of calls.
     "environments": 3180,
     "errors": 100,
-    "forecast": 1100,
+    "forecast": 1060,
     "host": 3785,
     "launch": 1315,
     "migrate": 1850,
@@ -135,10 +135,10 @@ MOST_LINES = {
     "vision": 170,
     "weights": 4231,
     "megarl_answers": 2960,
-    "megarl_lab": 12950,
+    "megarl_lab": 12910,
     "megarl_sandbox": 3250,
 }
-MOST_LINES_TOGETHER = 99_155
+MOST_LINES_TOGETHER = 97_300
 MOST_ARROWS = 158
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 25

@@ -186,7 +186,7 @@ def spoil_width(model: Path) -> None:
 
 
 def spoil_depth(model: Path) -> None:
-    edit_config(model, num_hidden_layers=6)
+    edit_config(model, num_hidden_layers=6, layer_types=["full_attention"] * 6)
 
 
 def spoil_family(model: Path) -> None:
