@@ -50,7 +50,7 @@ def print_lines(*lines: object, file: TextIO | None = None) -> None:
 
     Texts of models, tools, files and other processes can thus neither steer a terminal nor forge a line of a log.
     """
-    print("\n".join(map(shown, lines)), file=file, flush=True)
+    print("".join(f"{shown(line)}\n" for line in lines), end="", file=file, flush=True)
 
 
 def shown(line: object) -> str:
