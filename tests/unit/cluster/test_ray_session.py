@@ -148,6 +148,8 @@ def test_a_node_that_runs_has_time_to_register(
         node = subprocess.Popen([tmp_path / "raylet", "300"])
         if not runs:
             node.kill()
+            # It has ended, and nobody has asked how.
+            os.waitid(os.P_PID, node.pid, os.WEXITED | os.WNOWAIT)
         with suppress(RuntimeError):
             services.get_node("here", "")
         node.kill()
