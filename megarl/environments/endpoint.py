@@ -78,7 +78,7 @@ class ChatServer(BoundedServer):
         """Answer a request for a turn, or count its tokens."""
         chat = self._chats.get(request.path_params["key"])
         if chat is None:
-            return JSONResponse(dialect.error(404, "there is no such conversation, or it has ended"), status_code=404)
+            return _nobody(dialect)
         trust(request)
         try:
             body = await self._bodies.read(request)
@@ -106,19 +106,19 @@ class ChatServer(BoundedServer):
         """Answer what is no request for a turn: lists of models, telemetry, and what this server does not have."""
         path = request.path_params["path"].strip("/")
         chat = self._chats.get(request.path_params["key"])
-        if chat is not None:
-            trust(request)
+        dialect = next((each for each in DIALECTS if each.path in path), DIALECTS[0])
+        if chat is None:
+            return _nobody(dialect)
+        trust(request)
+        if request.method in ("GET", "HEAD") and (not path or "models" in path.split("/")):
             name = path.rpartition("models")[2].strip("/")
-            if request.method in ("GET", "HEAD") and (not path or "models" in path.split("/")):
-                models = [_MODEL | {"id": name}] if name else [_MODEL]
-                return JSONResponse(models[0] if name else {"object": "list", "data": models, "has_more": False})
-            if request.method == "POST" and path.startswith(_TELEMETRY):
-                return Response(status_code=204)
-        dialect = next((each for each in DIALECTS if each.path == "messages" and "messages" in path), DIALECTS[0])
+            return JSONResponse(
+                _MODEL | {"id": name} if name else {"object": "list", "data": [_MODEL], "has_more": False}
+            )
+        if request.method == "POST" and path.startswith(_TELEMETRY):
+            return Response(status_code=204)
         known = ", ".join(f"POST /v1/{each.path}" for each in DIALECTS)
         said = f"there is no {request.method} /{path} here; there are {known} and GET /v1/models"
-        if chat is None:
-            return JSONResponse(dialect.error(404, "there is no such conversation, or it has ended"), status_code=404)
         return _refusal(chat, dialect, 404, said)
 
 
@@ -131,6 +131,11 @@ def chat_server() -> ChatServer:
     if loop not in _SERVERS:
         _SERVERS[loop] = ChatServer()
     return _SERVERS[loop]
+
+
+def _nobody(dialect: Dialect) -> Response:
+    """Return the error of a key that no chat has."""
+    return JSONResponse(dialect.error(404, "there is no such conversation, or it has ended"), status_code=404)
 
 
 def _refusal(chat: Chat, dialect: Dialect, status: int, message: str) -> Response:

@@ -122,13 +122,9 @@ def read_calls(parse: Parser, text: str, schemas: Callable[[], Sequence[Mapping[
     calls = list(parse(text))
     if not any(call.is_text for call in calls):
         return calls
-    functions = {str(each.get("name")): each for each in map(_function_of, schemas())}
+    described = [function for schema in schemas() if isinstance(function := schema.get("function"), Mapping)]
+    functions = {str(function.get("name")): function for function in described}
     return [_typed(call, functions.get(call.name, {})) if call.is_text else call for call in calls]
-
-
-def _function_of(schema: Mapping[str, object]) -> Mapping[str, Any]:
-    function = schema.get("function")
-    return function if isinstance(function, Mapping) else {}
 
 
 def _typed(call: ToolCall, function: Mapping[str, Any]) -> ToolCall:

@@ -34,9 +34,9 @@ class Dialect(ABC):
     def events(self, written: Json, body: Json) -> Iterator[str]:
         """Yield what `write` returned as server-sent events."""
 
-    @abstractmethod
     def error(self, status: int, message: str) -> Json:
-        """Return an error in this form."""
+        """Return an error in this form: OpenAI's."""
+        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
 
     def count(self, num_tokens: int) -> Json:
         """Return the answer of `count_path`."""

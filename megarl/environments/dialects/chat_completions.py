@@ -33,6 +33,3 @@ class ChatCompletions(Dialect):
         for part in parts:
             yield f"data: {json.dumps(head | part)}\n\n"
         yield "data: [DONE]\n\n"
-
-    def error(self, status: int, message: str) -> Json:
-        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}

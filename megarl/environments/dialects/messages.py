@@ -10,7 +10,6 @@ from megarl.environments.dialects.base import Dialect, Json, text_of
 _CHANGING = "x-anthropic-billing-header"
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _ERRORS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
-_CHOICES = {"auto": "auto", "none": "none"}
 
 
 class Messages(Dialect):
@@ -45,12 +44,11 @@ class Messages(Dialect):
                 for tool in tools
             ]
         output = body.get("output_config") or {}
-        choice = (body.get("tool_choice") or {}).get("type", "auto")
         return read | {
             "max_tokens": body.get("max_tokens"),
             "stop": body.get("stop_sequences"),
             "response_format": body.get("output_format") or output.get("format"),
-            "tool_choice": _CHOICES.get(choice, choice),
+            "tool_choice": (body.get("tool_choice") or {}).get("type", "auto"),
         }
 
     def write(self, completion: Json, body: Json, chat: Chat) -> Json:

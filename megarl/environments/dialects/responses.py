@@ -97,9 +97,6 @@ class Responses(Dialect):
         for number, (name, part) in enumerate(_parts(written)):
             yield f"event: {name}\ndata: {json.dumps({'type': name, 'sequence_number': number, **part})}\n\n"
 
-    def error(self, status: int, message: str) -> Json:
-        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
-
     def count(self, num_tokens: int) -> Json:
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
