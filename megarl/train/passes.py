@@ -328,10 +328,8 @@ class RoleUpdater(RolePasses):
         sums: dict[str, float] = {}
         before: dict[int, FloatArray] = {}
         divergences: dict[int, FloatArray] = {}
-        is_known, batches = (
-            TokenQuantity.OLD_LOGPROBS in rows[0].quantities,
-            optimizer_batches([row.uid for row in rows], mini_batch_prompts),
-        )
+        is_known = TokenQuantity.OLD_LOGPROBS in rows[0].quantities
+        batches = optimizer_batches([row.uid for row in rows], mini_batch_prompts)
         if self._teaching is not None and self._teaching.kept is not None:
             self._keep([[rows[i] for i in indices] for indices in batches], step=step)
         num_steps = num_epochs * len(batches)
