@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from megarl.host.user_code import line_of
 from megarl.rewards.custom.load import RewardFunction, first_line, load_function
@@ -23,6 +24,8 @@ MAX_REASON_CHARS = 500
 _MAX_NOTES_CHARS = 400_000
 # How often calls that are under way are looked at.
 _SLICE_S = 0.1
+# The value that a call returned, or the exception that it raised, and its arguments.
+_Called: TypeAlias = tuple[object, Mapping[str, object]]
 
 
 def call_function(
@@ -50,8 +53,8 @@ def call_function(
     with output().taken() as printed:
         results = _results(signature, function, calls, arguments, limit_s)
     verdicts = []
-    for call, result in zip(calls, results, strict=True):
-        verdicts += _verdicts(signature, result, len(call), printed[0], where=(file, function))
+    for call, (result, given) in zip(calls, results, strict=True):
+        verdicts += _verdicts(signature, result, given, len(call), printed[0], where=(file, function))
     num_notes = sum(len(each.reward.notes) for each in verdicts if each.reward is not None)
     limit = _MAX_NOTES_CHARS // max(num_notes, 1)
     return [_bounded(each, limit) for each in verdicts]
@@ -67,28 +70,30 @@ def _results(
     calls: Sequence[Sequence[Question]],
     arguments: Mapping[str, object],
     limit_s: float,
-) -> list[object]:
-    """Return what each call returned, or the exception that it raised; calls of a coroutine function overlap."""
+) -> list[_Called]:
+    """Make the calls; those of a coroutine function overlap."""
 
-    def call(rows: Sequence[Question]) -> object:
+    def call(rows: Sequence[Question]) -> _Called:
+        given: Mapping[str, object] = {}
         try:
-            return function(**signature.bind(function, rows, arguments))
+            given = signature.bind(function, rows, arguments)
+            return function(**given), given
         except SoftLimit:
             raise
         except BaseException as error:  # the user's code may raise anything, and exit
-            return error
+            return error, given
 
     if not is_async(function):
         return [call(rows) for rows in calls]
 
-    async def one(rows: Sequence[Question]) -> object:
-        pending = call(rows)
+    async def one(rows: Sequence[Question]) -> _Called:
+        pending, given = call(rows)
         try:
-            return await pending if inspect.isawaitable(pending) else pending
+            return await pending if inspect.isawaitable(pending) else pending, given
         except SoftLimit:
             raise
         except BaseException as error:
-            return error
+            return error, given
 
     # asyncio.run would wait for whatever a function leaves behind.
     loop = asyncio.new_event_loop()
@@ -102,7 +107,7 @@ def _results(
     return results
 
 
-async def _in_time(calls: Sequence[Coroutine[object, object, object]], limit_s: float) -> tuple[list[object], bool]:
+async def _in_time(calls: Sequence[Coroutine[object, object, _Called]], limit_s: float) -> tuple[list[_Called], bool]:
     """Return the results of the calls, or _LateError of those that take longer than `limit_s`, and whether all that
     they started has ended.
 
@@ -113,7 +118,8 @@ async def _in_time(calls: Sequence[Coroutine[object, object, object]], limit_s: 
     while pending and left_s > 0:
         _, pending = await asyncio.wait(pending, timeout=min(_SLICE_S, left_s))
         left_s -= _SLICE_S
-    results = [_LateError(f"no answer within {limit_s} s") if task in pending else task.result() for task in tasks]
+    late = _LateError(f"no answer within {limit_s} s"), dict[str, object]()
+    results = [late if task in pending else task.result() for task in tasks]
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -129,7 +135,13 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def _verdicts(
-    signature: Signature, result: object, num_rows: int, printed: str, *, where: tuple[Path, RewardFunction]
+    signature: Signature,
+    result: object,
+    given: Mapping[str, object],
+    num_rows: int,
+    printed: str,
+    *,
+    where: tuple[Path, RewardFunction],
 ) -> list[Verdict]:
     (path, function), outcome = where, "failed"
     if isinstance(result, _LateError):
@@ -139,7 +151,7 @@ def _verdicts(
         printed = (printed + "".join(traceback.format_exception(result)))[-MAX_OUTPUT_CHARS:]
     else:
         try:
-            return [_verdict(reward) for reward in signature.results(result, num_rows)]
+            return [_verdict(reward) for reward in signature.rewards(result, num_rows, given)]
         except BadResultError as error:
             reason = f"{path}:{first_line(function)}: {error}"
     return [Verdict(reward=None, outcome=outcome, reason=reason, output=printed)] * num_rows

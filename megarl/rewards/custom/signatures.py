@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,30 @@ _TRUTHS = ("ground_truth", "answer", "solution", "label")
 
 class BadResultError(Exception):
     """The error of a function that returned something else than rewards; its message says what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricLog:
+    """TRL's `log_metric`: the numbers that a function logs in a call, by name."""
+
+    logged: dict[str, list[float]] = field(default_factory=dict)
+
+    def __call__(self, name: str, value: float) -> None:
+        self.logged.setdefault(str(name), []).append(float(value))
+
+
+@dataclass(frozen=True, slots=True)
+class _ColumnLog:
+    """TRL's `log_extra`: the lists that a function logs in a call, with an entry per row, by name."""
+
+    num_rows: int
+    logged: dict[str, list[object]] = field(default_factory=dict)
+
+    def __call__(self, column: str, values: Sequence[object]) -> None:
+        entries = list(values)
+        if len(entries) != self.num_rows:
+            raise ValueError(f"log_extra: {column} has {len(entries)} values, expected {self.num_rows}, one per row")
+        self.logged[str(column)] = entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +77,28 @@ class Signature:
                 f"{error}; a call offers {', '.join(self.arguments(rows))}, and custom.arguments"
             ) from error
         return {**offered, **extra}
+
+    def rewards(self, result: object, num_rows: int, given: Mapping[str, object]) -> list[Reward | None]:
+        """Return a call's rewards with what the function logged: the means of its metrics, and its columns as notes."""
+        rewards = self.results(result, num_rows)
+        details, columns = dict[str, float](), dict[str, list[object]]()
+        for argument in given.values():
+            if isinstance(argument, _MetricLog):
+                means = {name: sum(values) / len(values) for name, values in argument.logged.items()}
+                details = {name: mean for name, mean in means.items() if math.isfinite(mean)}
+            elif isinstance(argument, _ColumnLog):
+                columns = argument.logged
+        if not details and not columns:
+            return rewards
+        return [
+            reward
+            and replace(
+                reward,
+                details={**reward.details, **details},
+                notes={**reward.notes, **{name: note(entries[row]) for name, entries in columns.items()}},
+            )
+            for row, reward in enumerate(rewards)
+        ]
 
 
 def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, object]) -> Signature:
@@ -90,6 +136,8 @@ def _trl(rows: Sequence[Question]) -> dict[str, object]:
         "data_source": [row.data_source for row in rows],
         **{name: [row.ground_truth if row.label is None else row.label for row in rows] for name in _TRUTHS},
         **{name: [row.extra_info.get(name) for row in rows] for name in sorted(names)},
+        "log_metric": _MetricLog(),
+        "log_extra": _ColumnLog(len(rows)),
     }
 
 

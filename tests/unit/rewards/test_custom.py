@@ -251,3 +251,27 @@ def test_calls_that_fail(tmp_path: Path, text: str, reason: str) -> None:
     (verdict,) = ask(tmp_path, text, [question("")])
     assert (verdict.reward, verdict.outcome) == (None, "failed")
     assert reason in verdict.reason
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_trl_functions_log_metrics_and_columns(tmp_path: Path, together: bool) -> None:
+    """`log_metric(name, value)` is averaged over a batch, `log_extra(column, values)` has an entry per completion."""
+    text = (
+        "def compute_score(completions, log_extra, log_metric=None, **kwargs):\n"
+        "    log_metric('chars', sum(map(len, completions)) / len(completions))\n"
+        "    log_metric('nothing', float('nan'))\n"
+        "    log_extra('first', [text[0] for text in completions])\n"
+        "    return [1.0] * len(completions)"
+    )
+    for source in (text, text.replace("def ", "async def ")):
+        verdicts = ask(tmp_path, source, [question("ab"), question("cdef")], together=together)
+        rewards = [each.reward for each in verdicts if each.reward is not None]
+        assert [each.details["chars"] for each in rewards] == ([3.0, 3.0] if together else [2.0, 4.0]), verdicts
+        assert [(len(each.details), each.notes) for each in rewards] == [(1, {"first": "a"}), (1, {"first": "c"})]
+        (tmp_path / "reward.py").touch()
+
+
+def test_a_logged_column_has_an_entry_per_row(tmp_path: Path) -> None:
+    text = "def compute_score(completions, log_extra):\n    log_extra('x', [1, 2])\n    return [1.0]"
+    (verdict,) = ask(tmp_path, text, [question("a")])
+    assert (verdict.outcome, "log_extra: x has 2 values, expected 1" in verdict.reason) == ("failed", True)
