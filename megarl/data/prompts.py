@@ -108,7 +108,7 @@ class PromptDataset:
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
         self._kept, self.num_target_probs = array("q"), 0
-        self.by_roles: dict[tuple[str, ...], int] = {}
+        self.by_roles, self._indexed = dict[tuple[str, ...], int](), dict[int, str]()
         self.spelled = SpelledSpecialTokens(tokenizer)
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
@@ -196,7 +196,10 @@ class PromptDataset:
     ) -> tuple[int, str, Mapping[str, object], PromptRecord, str]:
         """Parse a row, and return it with its place and its environment."""
         where = self._files.where(index)
-        return index, where, row, *read_prompt(row, where, self._settings, self._environment)
+        record, environment = read_prompt(row, where, self._settings, self._environment)
+        if record.indexed:
+            self._indexed[index] = record.indexed
+        return index, where, row, record, environment
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -204,6 +207,10 @@ class PromptDataset:
     def where(self, index: int) -> str:
         """Return the file and the row of a prompt, for messages."""
         return self._files.where(self._kept[index])
+
+    def indexed(self, index: int) -> str:
+        """Return the column of choices of which a prompt's truth may be an index; empty: there is none."""
+        return self._indexed.get(self._kept[index], "")
 
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]

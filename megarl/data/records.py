@@ -13,6 +13,7 @@ Where a list or an object is expected, a text that is JSON of one, or Python's n
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ _ANSWER_COLUMNS = ("response", "completion")
 CHAT_COLUMNS = ("messages", "conversations")
 # Whether a turn of the assistant is imitated, by the names that trainers give it; `masked` is the opposite.
 _SWITCHES = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_mask", "step_loss_mask", "masked")
+# The choices of a question, by the names that data sets give them: texts, or an object with these and their labels.
+_CHOICES = ("choices", "options", "endings")
+_INDEX = re.compile(r"(\d{1,2})(?:\.0)?", re.ASCII)
 _MAX_MARGIN = 3.4e38  # of numbers of 32 bits
 PREFERENCE_SIDES = ("chosen", "rejected")
 
@@ -38,7 +42,7 @@ PREFERENCE_SIDES = ("chosen", "rejected")
 class PromptRecord:
     """One parsed prompt row; `ground_truth` may be empty if a reward model judges responses (style "model").
 
-    label: the ground truth as the row has it.
+    label: the ground truth as the row has it. indexed: the column of choices of which it may be an index; empty: none.
     """
 
     messages: tuple[Message, ...]
@@ -46,6 +50,7 @@ class PromptRecord:
     ground_truth: str
     label: object
     extra_info: Mapping[str, object]
+    indexed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,9 @@ class PreferenceRecord:
 def prompt_columns(form: DataConfig) -> tuple[str, ...]:
     """Return the columns that `parse_prompt` reads, whose names `form` can set."""
     label = "reward_model" if form.label_key is None else form.label_key
-    return (form.prompt_key, form.source_key, label, "extra_info", "system")
+    # Choices complete a question, of whose column nobody knows whether it has them.
+    choices = () if form.prompt_key == "question" else _CHOICES
+    return (form.prompt_key, form.source_key, label, "extra_info", "system", *choices)
 
 
 # The remedy for files without a required column.
@@ -119,7 +126,27 @@ def parse_prompt(row: Mapping[str, object], where: str, form: DataConfig | None 
         ground_truth=text,
         label=label,
         extra_info=extra_info,
+        indexed=_indexed(text, row, extra_info, where) if _INDEX.fullmatch(text) else "",
     )
+
+
+def _indexed(truth: str, row: Mapping[str, object], extra_info: Mapping[str, object], where: str) -> str:
+    """Return the column of choices of which a number may be the index, from 0 or 1, unless it is also a choice's label,
+    or the text of the choice that it would be.
+    """
+    index = int(truth.removesuffix(".0"))
+    for name in _CHOICES:
+        choices = read_structure(row.get(name) or extra_info.get(name), f"{where}: {name}")
+        if isinstance(choices, Mapping):
+            labels = choices.get("label", choices.get("labels", list(choices)))
+            choices = choices.get("text", choices.get("texts", list(choices.values())))
+            if isinstance(labels, list | tuple) and str(index) in map(str, labels):
+                continue
+        if isinstance(choices, list | tuple) and index <= len(choices):
+            chosen = choices[index : index + 1]
+            if choices and [str(each).strip() for each in chosen] != [truth]:
+                return name
+    return ""
 
 
 def _with_system(

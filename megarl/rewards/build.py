@@ -129,6 +129,11 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset, tokenizer: 
             continue
         if is_first:
             _check_format(spec, prompt, str(tokenizer.decode(prompt.token_ids)), where)
+        if (name := data.indexed(index)) and SCORERS.get(spec.variant).states is not None:
+            raise DataError(
+                f"{where}: ground truth {prompt.ground_truth!r}: got what may be the number of one of its {name}, "
+                f"expected the answer itself, such as its letter; write that, or remove the column {name}"
+            )
         try:
             if prompt.label is not None:
                 SCORERS.get(spec.variant).truths(prompt.ground_truth, prompt.label)

@@ -173,3 +173,41 @@ def test_one_truth_that_no_answer_matches_ends_the_start(
         some = RewardsConfig(ground_truths=GroundTruthConfig(max_unscorable=0.5))
         check_ground_truths(some, data, make_byte_tokenizer())
         assert "b.jsonl row 1: 'None'" in capsys.readouterr().err
+
+
+FOUR = ["Oslo", "Paris", "Rome", "Bern"]
+
+
+@pytest.mark.parametrize("source", ["math", "openai/gsm8k", "short_answer", "math/last_number"])
+@pytest.mark.parametrize(
+    ("columns", "truth", "is_refused"),
+    [
+        ({"choices": FOUR}, 1, True),
+        ({"choices": FOUR}, 0, True),
+        ({"options": FOUR}, 4, True),
+        ({"endings": FOUR}, "3", True),
+        ({"choices": FOUR}, 1.0, True),
+        ({"choices": json.dumps(FOUR)}, 1, True),
+        ({"extra_info": {"choices": FOUR}}, 1, True),
+        ({"choices": {"text": FOUR, "label": ["A", "B", "C", "D"]}}, 1, True),
+        ({"options": dict(zip("ABCD", FOUR, strict=True))}, 1, True),
+        # Labels that are numbers, numbers beyond the choices, and choices that are the numbers themselves.
+        ({"choices": {"text": FOUR, "label": ["1", "2", "3", "4"]}}, "1", False),
+        ({"choices": FOUR}, 5, False),
+        ({"choices": ["0", "1", "2"]}, 1, False),
+        ({"options": ["12", "15"]}, 15, False),
+        ({"choices": []}, 1, False),
+        ({}, 1, False),
+    ],
+)
+def test_a_truth_that_may_be_the_number_of_a_choice_is_refused(
+    source: str, columns: dict[str, Any], truth: object, is_refused: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "data_source": source, "answer": truth, **columns}) + "\n")
+    data = PromptDataset([path], make_byte_tokenizer(), DataConfig(label_key="answer"))
+    if is_refused:
+        with pytest.raises(DataError, match=r"a\.jsonl row 0: ground truth '.*': got what may be the number of one of"):
+            check_ground_truths(RewardsConfig(), data, make_byte_tokenizer())
+    else:
+        check_ground_truths(RewardsConfig(), data, make_byte_tokenizer())
