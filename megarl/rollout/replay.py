@@ -29,6 +29,7 @@ from megarl.types import (
     version_spans,
 )
 from megarl.types.forks import Fork
+from megarl.types.images import first_other, row_image
 from megarl.types.turns import Tries
 
 # [n, k], end to end.
@@ -47,6 +48,9 @@ _SEGMENT = pa.struct(
 )
 # Rows of all dimensions, end to end.
 _EXPERTS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int16()))])
+_IMAGE = pa.struct(
+    [("places", pa.list_(pa.int32())), ("digest", pa.string()), ("grid", pa.list_(pa.int64()))],
+)
 _SCHEMA = pa.schema(
     [
         ("uid", pa.string()),
@@ -63,6 +67,9 @@ _SCHEMA = pa.schema(
         ("episode", pa.string()),
         # The start of each fork and the token that it follows; none in records of earlier versions.
         ("forks", pa.list_(pa.list_(pa.int64()))),
+        # Those of the prompt, and of each segment; null without images.
+        ("prompt_images", pa.list_(_IMAGE)),
+        ("images", pa.list_(pa.list_(_IMAGE))),
     ]
 )
 
@@ -100,6 +107,8 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                 "rewards": None if sample.episode is None else [s.reward for s in sample.segments],
                 "episode": None if sample.episode is None else json.dumps(plain(asdict(sample.episode))),
                 "forks": sample.forks,
+                "prompt_images": [*map(asdict, prompt.images)] or None,
+                "images": [[*map(asdict, s.images)] for s in sample.segments] if sample.images else None,
                 "prompt": json.dumps(
                     {
                         "token_ids": prompt.token_ids,
@@ -166,9 +175,12 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
         given = ("token_ids", "demonstration_ids", "demonstration_probs")
         fields |= {name: tuple(fields.get(name, ())) for name in given}
         fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
-        prompts[row["uid"]] = Prompt(uid=row["uid"], **fields)
+        prompts[row["uid"]] = Prompt(
+            uid=row["uid"], images=tuple(row_image(**each) for each in row["prompt_images"] or ()), **fields
+        )
         experts, segments, nothing = row["routed_experts"], [], [None] * len(row["segments"])
-        for each, reward, head in zip(row["segments"], row["rewards"] or nothing, row["heads"] or nothing, strict=True):
+        beside = (row[name] or nothing for name in ("rewards", "heads", "images"))
+        for each, reward, head, images in zip(row["segments"], *beside, strict=True):
             logprobs, nucleus = each["rollout_logprobs"], each["nucleus"]
             segments.append(
                 Segment(
@@ -182,6 +194,7 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
                     else np.asarray(nucleus["values"], dtype=np.int32).reshape(nucleus["shape"]),
                     head=_read_head(head),
                     reward=reward or 0.0,
+                    images=tuple(row_image(**each) for each in images or ()),
                 )
             )
         samples.append(
@@ -231,7 +244,8 @@ class ReplaySource(RolloutSource):
             self._step, self._prompts = step, dict(recorded.prompts)
             for sample in recorded.samples:
                 self._samples.setdefault(sample.uid, []).append(sample)
-        if uid not in self._prompts or self._prompts[uid].token_ids != group.prompt.token_ids:
+        known, asked = self._prompts.get(uid), group.prompt
+        if known is None or known.token_ids != asked.token_ids or first_other(known.images, asked.images) is not None:
             raise DataError(
                 f"{path}: its prompts are not those of this step (first difference: {uid}); "
                 f"replay with the data and run.seed of the recorded run"
@@ -239,6 +253,6 @@ class ReplaySource(RolloutSource):
         samples = self._samples.get(uid, [])
         if (count := len(samples)) != num_samples:
             raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
-        group.prompt = self._prompts[uid]
+        group.prompt = known
         for sample in samples:
             await group.finish(sample)

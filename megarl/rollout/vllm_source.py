@@ -209,7 +209,7 @@ def _num_routed(sample: Sample) -> int:
 def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:
     """Return a sample of which nothing was generated; it is finished if its prefix ends it or fills its limit."""
     prefix = plan.prefix(prompt.uid, sample_index)
-    segments = [prompt_segment(prompt.token_ids)]
+    segments = [prompt_segment(prompt.token_ids, prompt.images)]
     if prefix.token_ids:
         # These tokens are trained on like the policy's own, but no engine sampled them: they have no weight version.
         n = len(prefix.token_ids)

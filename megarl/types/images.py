@@ -23,6 +23,13 @@ class RowImage:
     grid: tuple[int, int] | None = None
 
 
+def row_image(places: Sequence[int], digest: str, grid: Sequence[int] | None) -> RowImage:
+    """Return an image of fields that a file kept as lists."""
+    return RowImage(
+        places=np.asarray(places, np.int32), digest=digest, grid=None if grid is None else (grid[0], grid[1])
+    )
+
+
 def require_images(images: Sequence[RowImage], num_tokens: int, whose: str) -> None:
     """Raise ValueError unless the images lie one after the other within a row's tokens, with a feature in each cell.
 
@@ -41,6 +48,15 @@ def require_images(images: Sequence[RowImage], num_tokens: int, whose: str) -> N
             expected = f"{image.grid[0]} × {image.grid[1]}"
             raise ValueError(f"{whose}: image {image.digest} has {len(image.places)} places, expected {expected}")
         before = int(image.places[-1])
+
+
+def shifted(images: Sequence[RowImage], by: int) -> tuple[RowImage, ...]:
+    """Return images with their places moved by a number of tokens.
+
+    >>> shifted([RowImage(places=np.array([1, 2]), digest="a")], 3)[0].places.tolist()
+    [4, 5]
+    """
+    return tuple(replace(image, places=image.places + np.int32(by)) for image in images)
 
 
 def images_on(images: Sequence[RowImage], path: npt.NDArray[np.int64]) -> tuple[RowImage, ...]:

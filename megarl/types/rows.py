@@ -284,6 +284,7 @@ def row_from_sample(sample: Sample) -> Row:
         nucleus=sample.nucleus,
         likely=sample.head,
         forks=sample.forks,
+        images=sample.images,
     )
 
 

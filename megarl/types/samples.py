@@ -24,6 +24,7 @@ from megarl.types.arrays import (
     token_versions,
 )
 from megarl.types.forks import Fork, path_before
+from megarl.types.images import RowImage, require_images, shifted
 from megarl.types.turns import Message, Tries
 
 
@@ -69,6 +70,7 @@ class Prompt:
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
     target: the text of the data's own answer, where hints are made of it; empty: none. environment: the environment
     that replies to answers; empty: the first answer ends a sample. label: a truth that is not text. is_text: no chat.
+    images: those that `token_ids` show, in order.
     """
 
     uid: str
@@ -83,6 +85,7 @@ class Prompt:
     environment: str = ""
     label: object = None
     is_text: bool = False
+    images: tuple[RowImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,8 @@ class Segment:
     nucleus: [n, K] int32, the ids of the tokens that top-k and top-p left to sample each token from, itself among them,
     then -1; `rollout_logprobs` are those of the distribution over these tokens. None: the whole vocabulary.
     head: the tokens that the engine found likeliest, if it was to record them; those of the nucleus where there is one.
-    reward: what the environment gave for the policy's turn that ends with this segment.
+    reward: what the environment gave for the policy's turn that ends with this segment. images: what its tokens show,
+    with their places in the segment.
     """
 
     source: SegmentSource
@@ -104,9 +108,11 @@ class Segment:
     nucleus: NucleusArray | None = None
     head: LikelyTokens | None = None
     reward: float = 0.0
+    images: tuple[RowImage, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
+        require_images(self.images, n, "segment")
         if (count := sum(span.num_tokens for span in self.versions)) != n:
             raise ValueError(f"segment versions: got {count} tokens in spans, expected {n} like token_ids")
         for name, value in (("loss_mask", self.loss_mask), ("rollout_logprobs", self.rollout_logprobs)):
@@ -119,13 +125,13 @@ class Segment:
         return token_versions(self.versions)
 
 
-def prompt_segment(token_ids: Sequence[int]) -> Segment:
+def prompt_segment(token_ids: Sequence[int], images: tuple[RowImage, ...] = ()) -> Segment:
     """Make the prompt segment that every sample starts with. It has no loss tokens, and weight versions -1.
 
     >>> prompt_segment([5, 6]).weight_versions.tolist()
     [-1, -1]
     """
-    return _given_segment(SegmentSource.PROMPT, token_ids)
+    return _given_segment(SegmentSource.PROMPT, token_ids, images)
 
 
 def environment_segment(token_ids: Sequence[int]) -> Segment:
@@ -137,13 +143,14 @@ def environment_segment(token_ids: Sequence[int]) -> Segment:
     return _given_segment(SegmentSource.ENVIRONMENT, token_ids)
 
 
-def _given_segment(source: SegmentSource, token_ids: Sequence[int]) -> Segment:
+def _given_segment(source: SegmentSource, token_ids: Sequence[int], images: tuple[RowImage, ...] = ()) -> Segment:
     n = len(token_ids)
     return Segment(
         source=source,
         token_ids=np.asarray(token_ids, dtype=np.int32),
         loss_mask=np.zeros(n, dtype=np.bool_),
         versions=(VersionSpan(-1, n),) if n else (),
+        images=images,
     )
 
 
@@ -205,6 +212,12 @@ class Sample:
     def token_ids(self) -> IdArray:
         """Return the tokens of all segments, end to end."""
         return joined([s.token_ids for s in self.segments], np.int32)
+
+    @property
+    def images(self) -> tuple[RowImage, ...]:
+        """Return the images of all segments, with their places among the sample's tokens."""
+        starts = np.cumsum([0, *(len(s.token_ids) for s in self.segments)])
+        return tuple(each for s, start in zip(self.segments, starts, strict=False) for each in shifted(s.images, start))
 
     @property
     def context_ids(self) -> IdArray:

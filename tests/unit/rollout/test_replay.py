@@ -1,6 +1,7 @@
 """A recorded rollout comes back bit for bit, and only where it belongs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from megarl.types import (
     Message,
     Prompt,
     RolloutBatch,
+    RowImage,
     Sample,
     Segment,
     SegmentSource,
     prompt_segment,
+    row_from_sample,
     version_spans,
 )
 from megarl.types.turns import Tries
@@ -111,6 +114,41 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
                 if wanted is not None:
                     assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape)
                     assert value.tobytes() == wanted.tobytes()
+
+
+def with_images(digest: str) -> RolloutBatch:
+    """Samples whose prompt shows an image, and one of which gets another one in a reply."""
+    shown, reply = (RowImage(places=np.array([1], np.int32), digest=digest, grid=(1, 1)),), environment_segment()
+    prompt = replace(PROMPT, images=shown)
+    first, second = (
+        replace(each, segments=(prompt_segment(PROMPT.token_ids, shown), *each.segments[1:]))
+        for each in batch().samples
+    )
+    reply = replace(reply, images=(RowImage(places=np.array([0], np.int32), digest="b"),))
+    first = replace(first, segments=(*first.segments[:-1], reply))
+    return RolloutBatch(prompts={PROMPT.uid: prompt}, samples=(first, second))
+
+
+def test_images_come_back_with_their_places(tmp_path: Path) -> None:
+    write_record(tmp_path / "step.parquet", with_images("a"))
+    read = read_record(tmp_path / "step.parquet")
+
+    def told(images: Sequence[RowImage]) -> list[tuple[str, list[int], tuple[int, int] | None]]:
+        return [(each.digest, each.places.tolist(), each.grid) for each in images]
+
+    # Two tokens of the prompt, two of the policy, one of the reply.
+    assert [told(row_from_sample(each).images) for each in read.samples] == [
+        [("a", [1], (1, 1)), ("b", [4], None)],
+        [("a", [1], (1, 1))],
+    ]
+    assert told(read.prompts[PROMPT.uid].images) == [("a", [1], (1, 1))]
+
+
+def test_other_images_than_the_recorded_are_refused(tmp_path: Path) -> None:
+    write_record(record_path(tmp_path, 1), with_images("a"))
+    source, asked = ReplaySource(tmp_path), with_images("b").prompts[PROMPT.uid]
+    with pytest.raises(DataError, match="its prompts are not those of this step"):
+        begin_groups(source, [asked], plan(1))
 
 
 def test_a_conversation_comes_back(tmp_path: Path) -> None:
