@@ -13,7 +13,7 @@ from megarl.parallel.head.choose import (
 from megarl.parallel.head.distill import vocab_parallel_divergence
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.given_teachers import TeacherLogits
-from megarl.parallel.head.kernels import TorchKernels
+from megarl.parallel.head.kernels import PolicyTerm, TorchKernels
 from megarl.parallel.head.logprobs import HeadOptions
 from megarl.parallel.head.self_test import self_test
 from megarl.parallel.head.statistics import vocab_shard
@@ -52,7 +52,8 @@ def test_rows_beyond_the_reach_of_32_bits() -> None:
     p = log_p.exp()
     expected = torch.stack([row.double().logsumexp(0), -(p @ log_p), row[5].double()])
     assert_within("statistics", out[:, -2:].cpu(), expected[:, None].expand(3, 2), atol=1e-5)
-    kernels.write_gradient(logits, ones, labels, lse=out[0], grad_logprobs=ones, a=ones, b=None)
+    term = PolicyTerm(inverse_temperature=ones, labels=labels, lse=out[0], grad_logprobs=ones, a=ones, b=None)
+    kernels.write_gradient(logits, term)
     gradient = torch.nn.functional.one_hot(torch.tensor(5), QWEN_VOCAB) - p
     for got in logits[-2:].double().cpu():
         assert_within("gradient at the label", got[5], gradient[5], atol=2**-8)

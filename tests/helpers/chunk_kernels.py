@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.parallel.head.kernels import ChunkKernels
+from megarl.parallel.head.kernels import ChunkKernels, PolicyTerm
 from tests.helpers.compare import assert_within
 
 ELSEWHERE = 16  # columns of the vocabulary that other ranks hold; rows stay aligned
@@ -113,12 +113,14 @@ def run_chunk(kernels: ChunkKernels, problem: ChunkProblem, device: str = "cpu")
     g_l, g_H = problem.grad_logprobs, problem.grad_entropy
     kernels.write_gradient(
         logits,
-        inverse_temperature,
-        labels,
-        lse=dense.lse.float().to(device),
-        grad_logprobs=g_l.to(device),
-        a=(g_l if g_H is None else g_l + g_H * dense.entropy).float().to(device),
-        b=None if g_H is None else g_H.to(device),
+        PolicyTerm(
+            inverse_temperature=inverse_temperature,
+            labels=labels,
+            lse=dense.lse.float().to(device),
+            grad_logprobs=g_l.to(device),
+            a=(g_l if g_H is None else g_l + g_H * dense.entropy).float().to(device),
+            b=None if g_H is None else g_H.to(device),
+        ),
     )
     assert torch.equal(buffer[:, V:].cpu(), problem.whole[:, V:])
     return ChunkResult(statistics=out.cpu(), gradient=logits.cpu(), lse=dense.lse, entropy=dense.entropy)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.parallel.head import triton_teacher_kernels as teacher_kernels
 from megarl.parallel.head.choose import first_that_passes, triton_candidate
 from megarl.parallel.head.divergence import Divergence
-from megarl.parallel.head.kernels import TorchKernels
+from megarl.parallel.head.kernels import PolicyTerm, TorchKernels
 from megarl.parallel.head.self_test import self_test
 from megarl.parallel.head.teacher_self_test import teacher_self_test
 from megarl.parallel.head.triton_kernels import TritonKernels, _gradient_kernel, _statistics_kernel
@@ -76,7 +76,8 @@ def far_row() -> tuple[Tensor, Tensor]:
     logits.copy_(torch.arange(V) / V)
     out, ones, labels = torch.empty(3, 3), torch.ones(1).expand(3), torch.tensor([0, 1, 2])
     TritonKernels(block=BLOCK).statistics(logits, ones, labels, out)
-    TritonKernels(block=BLOCK).write_gradient(logits, ones, labels, lse=out[0], grad_logprobs=ones, a=ones, b=None)
+    term = PolicyTerm(inverse_temperature=ones, labels=labels, lse=out[0], grad_logprobs=ones, a=ones, b=None)
+    TritonKernels(block=BLOCK).write_gradient(logits, term)
     return out[:, 2], logits[2].clone()
 
 

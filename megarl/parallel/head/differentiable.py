@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from megarl.parallel.head.gradients import GradientSinks, HiddenGradient, WeightGradient
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import (
     HeadInputs,
     RowStatistics,
@@ -26,8 +27,8 @@ from megarl.parallel.head.statistics import (
 # ([N] log-probs, [N] entropies, and with a teacher [N] divergences) → the loss's gradient with respect to each. That of
 # entropies is None if the loss does not depend on them.
 LossGradients: TypeAlias = Callable[..., tuple[torch.Tensor | None, ...]]
-# The type of `ChunkKernels.write_gradient`, with its arguments.
-GradientWriter: TypeAlias = Callable[..., None]
+# The type of `ChunkKernels.write_gradient`.
+GradientWriter: TypeAlias = Callable[[torch.Tensor, PolicyTerm], None]
 
 # Two float32 computations of the same gradient differ by less than this, relative to its largest element.
 SAME_GRADIENT = 1e-4
@@ -64,12 +65,14 @@ def overwrite_by_gradient(
         grad_logprobs = grad_logprobs.masked_fill(truncated, 0.0)
     (write or x.kernels.write_gradient)(
         logits,
-        x.inverse_temperature[rows],
-        x.labels[rows],
-        lse=statistics.lse,
-        grad_logprobs=grad_logprobs,
-        a=grad_logprobs if grad_entropy is None else grad_logprobs + grad_entropy * statistics.entropy,
-        b=grad_entropy,
+        PolicyTerm(
+            inverse_temperature=x.inverse_temperature[rows],
+            labels=x.labels[rows],
+            lse=statistics.lse,
+            grad_logprobs=grad_logprobs,
+            a=grad_logprobs if grad_entropy is None else grad_logprobs + grad_entropy * statistics.entropy,
+            b=grad_entropy,
+        ),
     )
     if x.nucleus is not None:
         logits.scatter_add_(1, columns, at_tokens.to(logits.dtype))

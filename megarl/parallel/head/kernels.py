@@ -4,6 +4,7 @@ logits.
 For raw logits r = h·Wᵀ of one vocabulary shard, temperature T and label y:  z = r/T.
 """
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +13,38 @@ from torch import Tensor
 # Float32 numbers of a block: a share of a core's cache on CPU; on an accelerator enough to fill it.
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTerm:
+    """The part of a loss L = Σ g_l·log p(label) + g_H·H in the gradient by a chunk of logits, each [n].
+
+    lse: over the whole vocabulary. labels: as in `ChunkKernels`. grad_logprobs: g_l. a: g_l + g_H·H. b: g_H, or None
+    where it is 0.
+    """
+
+    inverse_temperature: Tensor
+    labels: Tensor
+    lse: Tensor
+    grad_logprobs: Tensor
+    a: Tensor
+    b: Tensor | None
+
+    def rows(self, rows: slice) -> "PolicyTerm":
+        """Return the term of some of the chunk's tokens."""
+        return PolicyTerm(
+            inverse_temperature=self.inverse_temperature[rows],
+            labels=self.labels[rows],
+            lse=self.lse[rows],
+            grad_logprobs=self.grad_logprobs[rows],
+            a=self.a[rows],
+            b=None if self.b is None else self.b[rows],
+        )
+
+    def columns(self, first: int, width: int) -> "PolicyTerm":
+        """Return the term for `width` columns from `first` on, within which labels then count."""
+        here = self.labels - first
+        return replace(self, labels=here.masked_fill((here < 0) | (here >= width), -1))
 
 
 class ChunkKernels(Protocol):
@@ -28,22 +61,10 @@ class ChunkKernels(Protocol):
         V ≥ 1. inverse_temperature: [n]. labels: [n] int64.
         """
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-    ) -> None:
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
         """Overwrite raw logits [n, V] by the loss's gradient with respect to them.
 
-        With log p_v = z_v − lse (lse: [n], of the whole vocabulary):
-            ∂L/∂r_v = (−p_v (a + b·log p_v) + grad_logprobs·1[v = label]) / T.
-        For L = Σ g_l·log p(label) + g_H·H:  a = g_l + g_H·H and b = g_H; b is None where it is 0.
+        With log p_v = z_v − lse:  ∂L/∂r_v = (−p_v (a + b·log p_v) + grad_logprobs·1[v = label]) / T.
         """
 
 
@@ -74,30 +95,12 @@ class TorchKernels:
             torch.add(peak[:, 0], total, out=out[0, rows])
             torch.sub(total, mean, out=out[1, rows])
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-    ) -> None:
-        log_probs, gradient = workspaces(logits, lse.dtype)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
+        log_probs, gradient = workspaces(logits, term.lse.dtype)
         for rows in blocks(logits, len(log_probs)):
-            n = rows.stop - rows.start
-            log_p = normalised(logits[rows], inverse_temperature[rows], lse[rows], out=log_probs[:n])
-            policy_gradient(
-                log_p,
-                inverse_temperature[rows],
-                labels[rows],
-                grad_logprobs=grad_logprobs[rows],
-                a=a[rows],
-                b=None if b is None else b[rows],
-                out=gradient[:n],
-            )
+            n, here = rows.stop - rows.start, term.rows(rows)
+            log_p = normalised(logits[rows], here.inverse_temperature, here.lse, out=log_probs[:n])
+            policy_gradient(log_p, here, out=gradient[:n])
             logits[rows] = gradient[:n]
 
 
@@ -106,27 +109,18 @@ def normalised(logits: Tensor, inverse_temperature: Tensor, lse: Tensor, *, out:
     return torch.mul(logits, inverse_temperature[:, None], out=out).sub_(lse[:, None])
 
 
-def policy_gradient(
-    log_p: Tensor,
-    inverse_temperature: Tensor,
-    labels: Tensor,
-    *,
-    grad_logprobs: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    out: Tensor,
-) -> None:
+def policy_gradient(log_p: Tensor, term: PolicyTerm, *, out: Tensor) -> None:
     """Write the gradient that `ChunkKernels.write_gradient` defines to `out`; `log_p` may be overwritten."""
     torch.exp(log_p, out=out)
     # Divide the factors of each row by T, instead of its many logits.
-    scale = -inverse_temperature[:, None]
-    if b is None:
-        out.mul_(a[:, None] * scale)
+    scale = -term.inverse_temperature[:, None]
+    if term.b is None:
+        out.mul_(term.a[:, None] * scale)
     else:
-        out.mul_(log_p.mul_(b[:, None] * scale).add_(a[:, None] * scale))
+        out.mul_(log_p.mul_(term.b[:, None] * scale).add_(term.a[:, None] * scale))
     # Add this term before rounding, because for a likely label the two terms nearly cancel.
-    at_label = (grad_logprobs * inverse_temperature * (labels >= 0)).to(out.dtype)
-    out.scatter_add_(1, labels.clamp(min=0)[:, None], at_label[:, None])
+    at_label = (term.grad_logprobs * term.inverse_temperature * (term.labels >= 0)).to(out.dtype)
+    out.scatter_add_(1, term.labels.clamp(min=0)[:, None], at_label[:, None])
 
 
 def workspaces(logits: Tensor, dtype: torch.dtype, count: int = 2) -> tuple[Tensor, ...]:

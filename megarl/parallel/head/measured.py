@@ -5,14 +5,14 @@ again, and ranks add up two floats per token. So nothing but the chunk's logits 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.parallel.head.kernels import blocks, normalised, policy_gradient, workspaces
+from megarl.parallel.head.kernels import PolicyTerm, blocks, normalised, policy_gradient, workspaces
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
 from megarl.parallel.head.teachers import TeacherComparison
 from megarl.types.objectives import HeadMeasure, HeadProbs
@@ -106,31 +106,15 @@ class MeasuredPolicy:
         found: TeacherComparison,
         weight: Tensor,
         logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
+        term: PolicyTerm,
     ) -> None:
         # The gradient by z_v is slope_v − p_v·Σ slopes; p_v has its own factor in that of the log-probs.
-        everywhere, scaled = a + weight * found.mean, weight * inverse_temperature
-        for block, probs in self._blocks(x, rows, logits, scratch, lse=lse, teacher_lse=found.teacher_lse):
+        everywhere, scaled = replace(term, a=term.a + weight * found.mean), weight * term.inverse_temperature
+        for block, probs in self._blocks(x, rows, logits, scratch, lse=term.lse, teacher_lse=found.teacher_lse):
             if (slopes := self.measure.slopes(probs)) is None:
-                x.kernels.write_gradient(
-                    logits, inverse_temperature, labels, lse=lse, grad_logprobs=grad_logprobs, a=a, b=b
-                )
+                x.kernels.write_gradient(logits, term)
                 return
-            policy_gradient(
-                probs.log_p,
-                inverse_temperature[block],
-                labels[block],
-                grad_logprobs=grad_logprobs[block],
-                a=everywhere[block],
-                b=None if b is None else b[block],
-                out=probs.log_q,
-            )
+            policy_gradient(probs.log_p, everywhere.rows(block), out=probs.log_q)
             # Added before rounding to the dtype of logits.
             logits[block] = probs.log_q.addcmul_(slopes, scaled[block, None])
 

@@ -5,15 +5,16 @@ is a sum of its own, not what rounding leaves of 1 − P, and no [N, V] tensor i
 head is the whole nucleus, and p is normalised over it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
 from megarl.parallel.head.teachers import TeacherComparison
-from megarl.parallel.head.top_teacher import overwrite_at
+from megarl.parallel.head.top_teacher import gradient_at, overwrite_at
 from megarl.types.objectives import HeadMeasure, HeadProbs
 
 
@@ -107,28 +108,19 @@ class RecordedHead:
         found: TeacherComparison,
         weight: Tensor,
         logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
+        term: PolicyTerm,
     ) -> None:
         columns, z = x.at_ids(self.ids[rows], rows, logits)
-        probs = self._probs(x, rows, z, found.common_lse, lse=lse, own_lse=found.nucleus_lse)
+        probs = self._probs(x, rows, z, found.common_lse, lse=term.lse, own_lse=found.nucleus_lse)
         pulled_back = weight * found.mean
-        at_ids, log_p = -pulled_back[:, None] * probs.log_p.exp(), z - lse[:, None]
+        at_ids, log_p = -pulled_back[:, None] * probs.log_p.exp(), z - term.lse[:, None]
         if (slopes := self.measure.slopes(probs)) is not None:
             at_ids += weight[:, None] * slopes
-        at_ids -= log_p.exp() * (a[:, None] if b is None else a[:, None] + b[:, None] * log_p)
-        at_ids += grad_logprobs[:, None] * (columns == labels[:, None])
+        at_ids += gradient_at(term, columns, log_p)
         # A nucleus pulls at its own tokens alone.
-        everywhere = a + pulled_back.masked_fill(self._truncated(x, rows), 0.0)
-        x.kernels.write_gradient(
-            logits, inverse_temperature, labels, lse=lse, grad_logprobs=grad_logprobs, a=everywhere, b=b
-        )
-        overwrite_at(logits, columns, z > -torch.inf, at_ids * inverse_temperature[:, None])
+        everywhere = term.a + pulled_back.masked_fill(self._truncated(x, rows), 0.0)
+        x.kernels.write_gradient(logits, replace(term, a=everywhere))
+        overwrite_at(logits, columns, z > -torch.inf, at_ids * term.inverse_temperature[:, None])
 
     def _truncated(self, x: HeadInputs, rows: slice) -> Tensor:
         return torch.zeros_like(self.ids[rows, 0], dtype=torch.bool) if x.nucleus is None else x.nucleus[rows, 0] >= 0

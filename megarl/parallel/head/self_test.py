@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.parallel.head.kernels import ChunkKernels
+from megarl.parallel.head.kernels import ChunkKernels, PolicyTerm
 
 # Columns of the vocabulary that another rank holds, and of the buffer that no kernel may touch. With 16 of them some
 # rows are aligned as in a real vocabulary and some are not.
@@ -147,12 +147,14 @@ def _checks(
 
     kernels.write_gradient(
         logits,
-        inverse_temperature,
-        labels,
-        lse=problem.lse.to(device, wide),
-        grad_logprobs=problem.grad_logprobs.to(device, wide),
-        a=(problem.grad_logprobs + problem.grad_entropy * problem.entropy).to(device, wide),
-        b=problem.grad_entropy.to(device, wide) if case.with_entropy else None,
+        PolicyTerm(
+            inverse_temperature=inverse_temperature,
+            labels=labels,
+            lse=problem.lse.to(device, wide),
+            grad_logprobs=problem.grad_logprobs.to(device, wide),
+            a=(problem.grad_logprobs + problem.grad_entropy * problem.entropy).to(device, wide),
+            b=problem.grad_entropy.to(device, wide) if case.with_entropy else None,
+        ),
     )
     # A probability is as wrong as its logarithm: by float32 steps of z and lse.
     error = problem.gradient.abs().max().item() * (1e-5 + 8 * EPS * problem.lse.abs().max().item())

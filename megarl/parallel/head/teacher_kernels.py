@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
-from megarl.parallel.head.kernels import blocks, normalised, policy_gradient, workspaces
+from megarl.parallel.head.kernels import PolicyTerm, blocks, normalised, policy_gradient, workspaces
 
 # Statistics of a chunk: three of the student alone, and seven of both.
 NUM_OWN, NUM_BOTH = 3, 7
@@ -71,22 +71,8 @@ class TeacherKernels(Protocol):
     ) -> None:
         """Write these columns' parts of KL(p‖m) and KL(q‖m) to `out` [2, n], given each lse over all columns."""
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        term: DivergenceTerm,
-    ) -> None:
-        """Overwrite the student's raw logits by what `ChunkKernels.write_gradient` defines, and the term's part.
-
-        That part is weight·∂D/∂z_v / T.
-        """
+    def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
+        """Overwrite the student's raw logits by what `ChunkKernels.write_gradient` defines, plus weight·∂D/∂z_v / T."""
 
 
 def log_ratio_to_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -166,40 +152,20 @@ class TorchTeacherKernels:
         for rows in blocks(logits, len(p_block)):
             n = rows.stop - rows.start
             log_p, log_q = p_block[:n], q_block[:n]
-            torch.mul(logits[rows], inverse_temperature[rows, None], out=log_p).sub_(lse[rows, None])
-            torch.mul(others[rows], teacher_inverse_temperature[rows, None], out=log_q).sub_(teacher_lse[rows, None])
+            normalised(logits[rows], inverse_temperature[rows], lse[rows], out=log_p)
+            normalised(others[rows], teacher_inverse_temperature[rows], teacher_lse[rows], out=log_q)
             ratio = log_ratio_to_mixture(log_p, log_q, beta)
             out[0, rows] = (log_p.exp() * ratio).sum(1)
             out[1, rows] = ratio.add_(log_q - log_p).mul_(log_q.exp()).sum(1)
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        term: DivergenceTerm,
-    ) -> None:
-        slope, weight = SLOPES[term.divergence], term.weight * inverse_temperature
-        p_block, q_block, g_block = workspaces(logits, lse.dtype, count=3)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
+        slope, weight = SLOPES[beside.divergence], beside.weight * term.inverse_temperature
+        p_block, q_block, g_block = workspaces(logits, term.lse.dtype, count=3)
         for rows in blocks(logits, len(p_block)):
-            n = rows.stop - rows.start
+            n, here = rows.stop - rows.start, term.rows(rows)
             log_p, log_q, g = p_block[:n], q_block[:n], g_block[:n]
-            torch.mul(logits[rows], inverse_temperature[rows, None], out=log_p).sub_(term.lse[rows, None])
-            torch.mul(term.others[rows], term.inverse_temperature[rows, None], out=log_q)
-            log_q.sub_(term.teacher_lse[rows, None])
-            pull = slope(log_p, log_q, term.mean[rows], term.beta).mul_(weight[rows, None])
-            policy_gradient(
-                normalised(logits[rows], inverse_temperature[rows], lse[rows], out=log_p),
-                inverse_temperature[rows],
-                labels[rows],
-                grad_logprobs=grad_logprobs[rows],
-                a=a[rows],
-                b=None if b is None else b[rows],
-                out=g,
-            )
+            normalised(logits[rows], here.inverse_temperature, beside.lse[rows], out=log_p)
+            normalised(beside.others[rows], beside.inverse_temperature[rows], beside.teacher_lse[rows], out=log_q)
+            pull = slope(log_p, log_q, beside.mean[rows], beside.beta).mul_(weight[rows, None])
+            policy_gradient(normalised(logits[rows], here.inverse_temperature, here.lse, out=log_p), here, out=g)
             logits[rows] = g.add_(pull)

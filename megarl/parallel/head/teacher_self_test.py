@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.self_test import EPS, KernelCheck
 from megarl.parallel.head.teacher_kernels import NUM_BOTH, NUM_OWN, DivergenceTerm, TeacherKernels
 
@@ -168,13 +169,15 @@ def _checks(
     yield KernelCheck(name="KL from the mixture", got=mixture, expected=dense.mixture, atol=0 if case.equal else step)
     kernels.write_gradient(
         logits,
-        scale,
-        local,
-        lse=lse,
-        grad_logprobs=by_logprobs,
-        a=by_logprobs + by_entropy * dense.entropy.to(device, wide),
-        b=by_entropy if case.with_entropy else None,
-        term=DivergenceTerm(
+        PolicyTerm(
+            inverse_temperature=scale,
+            labels=local,
+            lse=lse,
+            grad_logprobs=by_logprobs,
+            a=by_logprobs + by_entropy * dense.entropy.to(device, wide),
+            b=by_entropy if case.with_entropy else None,
+        ),
+        DivergenceTerm(
             divergence=case.divergence,
             beta=case.beta,
             others=others,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
 from megarl.parallel.head.teacher_kernels import (
     NUM_BOTH,
@@ -89,15 +90,9 @@ class Teacher(Protocol):
         found: TeacherComparison,
         weight: Tensor,
         logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
+        term: PolicyTerm,
     ) -> None:
-        """Do what `ChunkKernels.write_gradient` does with the last seven, and add weight·∂D/∂r."""
+        """Do what `ChunkKernels.write_gradient` does, and add weight·∂D/∂r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +207,11 @@ class WholeTeacher:
         found: TeacherComparison,
         weight: Tensor,
         logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        **rest: Any,
+        term: PolicyTerm,
     ) -> None:
         width = self.columns
         if width:
-            term = DivergenceTerm(
+            beside = DivergenceTerm(
                 divergence=self.divergence,
                 beta=self.beta,
                 others=scratch[:, :width],
@@ -228,8 +221,6 @@ class WholeTeacher:
                 mean=found.mean,
                 weight=weight,
             )
-            here = labels.where(labels < width, -1)
-            self.kernels.write_gradient(logits[:, :width], inverse_temperature, here, term=term, **rest)
-        if logits.shape[1] > width:
-            elsewhere = (labels - width).clamp(min=-1)
-            x.kernels.write_gradient(logits[:, width:], inverse_temperature, elsewhere, **rest)
+            self.kernels.write_gradient(logits[:, :width], term.columns(0, width), beside)
+        if (beyond := logits.shape[1] - width) > 0:
+            x.kernels.write_gradient(logits[:, width:], term.columns(width, beyond))

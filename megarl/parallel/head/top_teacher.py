@@ -5,13 +5,14 @@ is at most the exact one, and equal to it for k = V. Its gradient by z_v at a to
 number for all of them, so that the kernels of the plain head write it; that at the k tokens is written over it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
 from megarl.parallel.head.teacher_kernels import SLOPES, log_ratio_to_mixture
 from megarl.parallel.head.teachers import TeacherComparison
@@ -101,39 +102,33 @@ class TopTeacher:
         found: TeacherComparison,
         weight: Tensor,
         logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
+        term: PolicyTerm,
     ) -> None:
         columns, z = x.at_ids(self.ids[rows], rows, logits)
         owned = z > -torch.inf
         # The student's outcomes at other ranks' tokens are not read, but those of this rank and the rest.
         common_lse, width = found.common_lse, self.columns
         log_p = torch.cat([z - common_lse[:, None], log_rest(found.student_lse - common_lse)[:, None]], 1)
-        slope = SLOPES[self.divergence](log_p, self._teacher(rows, lse.dtype), found.mean, self.beta)
+        slope = SLOPES[self.divergence](log_p, self._teacher(rows, term.lse.dtype), found.mean, self.beta)
         # For all tokens of the rest alike: ∂D/∂z_v ÷ p_v, with p over the whole vocabulary.
-        of_rest = slope[:, -1] * torch.exp(lse - common_lse - log_p[:, -1])
-        log_p, slope = z - lse[:, None], slope[:, :-1] * weight[:, None]
-        pulled = log_p.exp() * (a[:, None] if b is None else a[:, None] + b[:, None] * log_p)
-        at_ids = slope - pulled + grad_logprobs[:, None] * (columns == labels[:, None])
-        at_ids = (at_ids * inverse_temperature[:, None]).where(owned, 0.0)
-        for part, first, by_mass in ((slice(width), 0, a - weight * of_rest), (slice(width, None), width, a)):
+        of_rest = slope[:, -1] * torch.exp(term.lse - common_lse - log_p[:, -1])
+        at_ids = slope[:, :-1] * weight[:, None] + gradient_at(term, columns, z - term.lse[:, None])
+        at_ids = (at_ids * term.inverse_temperature[:, None]).where(owned, 0.0)
+        for part, first, by_mass in ((slice(width), 0, term.a - weight * of_rest), (slice(width, None), width, term.a)):
             if (z_part := logits[:, part]).shape[1]:
-                here = (labels - first).clamp(min=-1)
-                here = here.where(here < z_part.shape[1], -1)
-                x.kernels.write_gradient(
-                    z_part, inverse_temperature, here, lse=lse, grad_logprobs=grad_logprobs, a=by_mass, b=b
-                )
+                x.kernels.write_gradient(z_part, replace(term.columns(first, z_part.shape[1]), a=by_mass))
         # Written whole instead of added, because what stands there may be far larger.
         overwrite_at(logits, columns, owned, at_ids)
 
     def _teacher(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return the teacher's log-probs [n, K + 1] of the outcomes."""
         return with_rest(self.logprobs[rows].to(dtype).masked_fill(self.ids[rows] < 0, -torch.inf))
+
+
+def gradient_at(term: PolicyTerm, columns: Tensor, log_p: Tensor) -> Tensor:
+    """Return [n, K] of what `ChunkKernels.write_gradient` defines, times T, at columns with the given log p."""
+    by_mass = term.a[:, None] if term.b is None else term.a[:, None] + term.b[:, None] * log_p
+    return term.grad_logprobs[:, None] * (columns == term.labels[:, None]) - log_p.exp() * by_mass
 
 
 def overwrite_at(logits: Tensor, columns: Tensor, owned: Tensor, values: Tensor) -> None:

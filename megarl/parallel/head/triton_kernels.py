@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.parallel.head.kernels import PolicyTerm
+
 # Errors of the first launch of a kernel where it cannot be compiled: Triton's own errors, no usable driver or C
 # compiler (RuntimeError), a C compiler that fails, no libcuda (AssertionError), a cache folder that cannot be written
 # (OSError) or that nothing can be loaded from (ImportError).
@@ -151,17 +153,7 @@ class TritonKernels:
                 num_warps=self.num_warps,
             )
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-    ) -> None:
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
         """Overwrite the logits by the gradient that `ChunkKernels.write_gradient` defines.
 
         Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
@@ -172,12 +164,12 @@ class TritonKernels:
                 logits,
                 logits.stride(0),
                 logits.shape[1],
-                inverse_temperature.contiguous(),
-                labels.contiguous(),
-                lse.contiguous(),
-                grad_logprobs.contiguous(),
-                a.contiguous(),
-                b if b is None else b.contiguous(),
+                term.inverse_temperature.contiguous(),
+                term.labels.contiguous(),
+                term.lse.contiguous(),
+                term.grad_logprobs.contiguous(),
+                term.a.contiguous(),
+                term.b if term.b is None else term.b.contiguous(),
                 BLOCK=self.block,
                 num_warps=self.num_warps,
             )

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.teacher_kernels import DivergenceTerm
 from megarl.parallel.head.triton_kernels import LN_2, LOG2_E, LOWEST, check_layout, policy_gradient
 
@@ -245,41 +246,30 @@ class TritonTeacherKernels:
                 num_warps=self.num_warps,
             )
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        inverse_temperature: Tensor,
-        labels: Tensor,
-        *,
-        lse: Tensor,
-        grad_logprobs: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        term: DivergenceTerm,
-    ) -> None:
+    def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
         """Overwrite the logits by the gradient that `TeacherKernels.write_gradient` defines."""
         check_layout(logits)
-        check_layout(term.others)
+        check_layout(beside.others)
         if len(logits):
             _gradient_kernel[(len(logits) * triton.cdiv(logits.shape[1], self.block),)](
                 logits,
                 logits.stride(0),
-                term.others,
-                term.others.stride(0),
+                beside.others,
+                beside.others.stride(0),
                 logits.shape[1],
-                inverse_temperature.contiguous(),
                 term.inverse_temperature.contiguous(),
-                labels.contiguous(),
-                lse.contiguous(),
-                grad_logprobs.contiguous(),
-                a.contiguous(),
-                b if b is None else b.contiguous(),
+                beside.inverse_temperature.contiguous(),
+                term.labels.contiguous(),
                 term.lse.contiguous(),
-                term.teacher_lse.contiguous(),
-                term.mean.contiguous(),
-                term.weight.contiguous(),
-                term.beta,
-                KIND=KINDS[term.divergence],
+                term.grad_logprobs.contiguous(),
+                term.a.contiguous(),
+                term.b if term.b is None else term.b.contiguous(),
+                beside.lse.contiguous(),
+                beside.teacher_lse.contiguous(),
+                beside.mean.contiguous(),
+                beside.weight.contiguous(),
+                beside.beta,
+                KIND=KINDS[beside.divergence],
                 BLOCK=self.block,
                 num_warps=self.num_warps,
             )

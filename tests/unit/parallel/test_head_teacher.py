@@ -10,6 +10,7 @@ from torch import Tensor
 from megarl.parallel.head.distill import vocab_parallel_divergence
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits
+from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.parallel.head.teacher_kernels import DivergenceTerm, TorchTeacherKernels
@@ -211,15 +212,15 @@ class SwapsTheModels(TorchTeacherKernels):
 
 
 class ForgetsTheMean(TorchTeacherKernels):
-    def write_gradient(self, *args: Any, term: DivergenceTerm, **rest: Any) -> None:
-        super().write_gradient(*args, term=replace(term, mean=torch.zeros_like(term.mean)), **rest)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
+        super().write_gradient(logits, term, replace(beside, mean=torch.zeros_like(beside.mean)))
 
 
 class RoundsTwice(TorchTeacherKernels):
     """So that a student is taught by itself."""
 
-    def write_gradient(self, *args: Any, term: DivergenceTerm, **rest: Any) -> None:
-        super().write_gradient(*args, term=replace(term, teacher_lse=term.teacher_lse + 1e-6), **rest)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
+        super().write_gradient(logits, term, replace(beside, teacher_lse=beside.teacher_lse + 1e-6))
 
 
 WRONG = {

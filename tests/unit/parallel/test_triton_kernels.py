@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.head.choose import Candidate, choose_kernels, find_fault, first_that_passes, triton_candidate
-from megarl.parallel.head.kernels import ChunkKernels, TorchKernels
+from megarl.parallel.head.kernels import ChunkKernels, PolicyTerm, TorchKernels
 from megarl.parallel.head.self_test import self_test
 from tests.helpers.chunk_kernels import SHAPES, assert_exact
 from tests.helpers.compare import assert_within
@@ -165,33 +166,33 @@ class ShiftsLogits(TorchKernels):
 
 
 class ForgetsTheEntropyGradient(TorchKernels):
-    def write_gradient(self, *args: Any, b: Tensor | None, **rest: Any) -> None:
-        super().write_gradient(*args, b=None, **rest)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
+        super().write_gradient(logits, replace(term, b=None))
 
 
 class WrongSignOfEntropy(TorchKernels):
-    def write_gradient(self, *args: Any, b: Tensor | None, **rest: Any) -> None:
-        super().write_gradient(*args, b=b if b is None else -b, **rest)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
+        super().write_gradient(logits, replace(term, b=term.b if term.b is None else -term.b))
 
 
 class GradientOfZ(TorchKernels):
     """Not over T."""
 
-    def write_gradient(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, **rest: Any) -> None:
-        super().write_gradient(logits, inverse_temperature, labels, **rest)
-        logits.div_(inverse_temperature[:, None])
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
+        super().write_gradient(logits, term)
+        logits.div_(term.inverse_temperature[:, None])
 
 
 class LeavesTheLastColumn(TorchKernels):
-    def write_gradient(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, **rest: Any) -> None:
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
         last = logits[:, -1].clone()
-        super().write_gradient(logits, inverse_temperature, labels, **rest)
+        super().write_gradient(logits, term)
         logits[:, -1] = last
 
 
 class WritesBeyond(TorchKernels):
-    def write_gradient(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, **rest: Any) -> None:
-        super().write_gradient(logits, inverse_temperature, labels, **rest)
+    def write_gradient(self, logits: Tensor, term: PolicyTerm) -> None:
+        super().write_gradient(logits, term)
         logits.as_strided((1,), (1,), logits.storage_offset() + logits.shape[1]).fill_(1.0)
 
 
