@@ -49,7 +49,8 @@ class Responses(Dialect):
     def write(self, completion: Json, body: Json, chat: Chat) -> Json:
         [choice], usage, name = completion["choices"], completion["usage"], completion["id"]
         message, own = choice["message"], name.removeprefix(self.id_prefix)
-        chat.histories[name] = [*_history(body, chat), message]
+        if body.get("store", True) is not False:
+            chat.histories[name] = [*_history(body, chat), message]
         free = {tool.get("name") for tool in body.get("tools") or () if tool.get("type") == "custom"}
         items: list[Json] = []
         if thought := message.get("reasoning"):

@@ -236,6 +236,16 @@ def test_what_is_refused_says_why_in_the_form_of_its_dialect_and_is_counted(
     assert (error.get("type") == "error") == path.startswith("messages")
 
 
+@pytest.mark.parametrize(("given", "status"), [({}, 200), ({"store": True}, 200), ({"store": False}, 400)])
+def test_a_response_that_is_not_stored_is_not_gone_on_from(given: Mapping[str, bool], status: int) -> None:
+    def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, int]:
+        first = post(base_url, "responses", {"input": "1+2?", **given}).json()
+        rest = {"input": "Sure?", "previous_response_id": first["id"]}
+        return {"status": post(base_url, "responses", rest).status_code}
+
+    assert lead(agent, "3", "Yes").last.details["status"] == status
+
+
 def requests(*bodies: Mapping[str, Any]) -> Callable[..., None]:
     def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
         for body in bodies:
