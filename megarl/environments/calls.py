@@ -9,6 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megarl.host.clock import awake_s, finished
@@ -17,12 +18,31 @@ from megarl.host.masking import masked_text
 T = TypeVar("T")
 # Calls that may run at once in a process.
 MOST_CALLS, MOST_AGENTS = 128, 100_000
+# The number of late calls in a row with which whoever was called is given up.
+MOST_LATE = 3
 # How long a call that nobody waits for may go on before its thread is asked to end.
 GRACE_S = 30.0
 
 
 class LateError(Exception):
     """A call took longer than its limit."""
+
+
+@dataclass(slots=True)
+class LateRun:
+    """A run of late calls without an answer between them. Calls that were under way together count as one."""
+
+    _count: int = 0
+    _late_at: float = 0.0
+
+    def add(self, called_at: float) -> bool:
+        """Count a late call by the time at which it was made; return whether whoever was called is to be given up."""
+        if called_at >= self._late_at:
+            self._count, self._late_at = self._count + 1, awake_s()
+        return self._count >= MOST_LATE
+
+    def end(self) -> None:
+        self._count = 0
 
 
 class EscapedError(Exception):

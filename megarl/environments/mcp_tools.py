@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from megarl.environments.base import ENVIRONMENTS, Action
-from megarl.environments.calls import AGENT_THREADS, LateError, attempt
+from megarl.environments.calls import AGENT_THREADS, LateError, LateRun, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
-from megarl.host.clock import finished
+from megarl.host.clock import awake_s, finished
 from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text, require_no_secrets
 from megarl.types import Message, Prompt
@@ -58,6 +58,8 @@ class _Session:
     _listed: "asyncio.Future[Client] | None" = None
     # Why it broke, if this client broke it.
     fault: str = ""
+    _began: float = 0.0
+    _late: LateRun = field(default_factory=LateRun)
 
     async def use(self, request: "Callable[[Client], Awaitable[T]]") -> T:
         """Make a request. Raises ConfigError if the server cannot be reached, and else what the request raises."""
@@ -66,9 +68,11 @@ class _Session:
         if self._client is None:
             self._client, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
             self._task = asyncio.create_task(self._hold(self._client, self._over))
-        opened = self._client
+            self._began = awake_s()
+        opened, called_at = self._client, awake_s()
         try:
-            if not await finished([opened], self.timeout_s):
+            # Calls have limits of their own, and none of them may begin this one anew.
+            if not await finished([opened], max(0.1, self._began + self.timeout_s - called_at)):
                 raise TimeoutError
             client = opened.result()
         except Exception as error:
@@ -83,17 +87,23 @@ class _Session:
                 "streams"
             ) from error
         try:
-            return await request(client)
+            result = await request(client)
         except BaseException as error:
             if isinstance(error, MCPError):
+                self._late.end()
                 if _is_over(error):
                     self.end(opened)
                     if self.fault:
                         raise ToolError(f"error: {self.server} {self.fault}") from error
-            elif self._check is None or self._check.done():
+            else:
                 # Nobody has answered: in time, or in a way that can be read.
-                self._check = asyncio.create_task(self._end_unless_alive(opened, client))
+                if self._late.add(called_at):
+                    self.end(opened)
+                elif self._check is None or self._check.done():
+                    self._check = asyncio.create_task(self._end_unless_alive(opened, client))
             raise
+        self._late.end()
+        return result
 
     async def _end_unless_alive(self, opened: "asyncio.Future[Client]", client: "Client") -> None:
         """End the session if its server does not list its tools either."""
@@ -102,6 +112,8 @@ class _Session:
         except Exception as error:
             if _is_over(error):
                 self.end(opened)
+        else:
+            self._late.end()
 
     @property
     def is_listed(self) -> bool:
@@ -115,6 +127,7 @@ class _Session:
         """End the session; with `opened` only if it is still this one."""
         if opened is None or opened is self._client:
             self._over.set()
+            self._late.end()
             self._client = None
 
     async def _hold(self, client: "asyncio.Future[Client]", over: asyncio.Event) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
-from mcp import MCPError
+from mcp import Client, MCPError
 from mcp_types import ListToolsResult, Tool, ToolAnnotations
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, mcp_tools, open_environments, tools_of
+from megarl.environments.calls import LateError, attempt
 from megarl.environments.mcp_tools import _SHARED, McpEnvironment, _Session
 from megarl.errors import ConfigError
+from megarl.host.clock import awake_s
 from megarl.types import Prompt
 from tests.helpers.waiting import wait_until
 
@@ -186,7 +188,7 @@ def test_a_session_ends_by_any_refusal_that_names_it(code: int, said: str, over:
     async def run() -> None:
         opened = asyncio.get_running_loop().create_future()
         opened.set_result(None)
-        session = _Session(McpEnvironment(server=SERVER)._server, START_S, _client=opened)
+        session = _Session(McpEnvironment(server=SERVER)._server, START_S, _client=opened, _began=awake_s())
         session.note_listed()
         with pytest.raises(MCPError, match=said):
             await session.use(refuse)
@@ -194,6 +196,47 @@ def test_a_session_ends_by_any_refusal_that_names_it(code: int, said: str, over:
 
     asyncio.run(run())
     assert seen == ["asked"]
+
+
+@pytest.mark.parametrize(
+    ("num_at_once", "is_alive", "is_over"), [(1, False, True), (9, False, False), (1, True, False)]
+)
+def test_a_server_that_answers_nothing_is_given_up_with_the_third_late_call(
+    num_at_once: int, is_alive: bool, is_over: bool
+) -> None:
+    """Calls that are late together count as one, and a server that lists its tools is only slow."""
+
+    class Server:
+        async def list_tools(self) -> None:
+            if not is_alive:
+                await asyncio.Event().wait()
+
+    async def hang(client: object) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> bool:
+        opened = asyncio.get_running_loop().create_future()
+        opened.set_result(Server())
+        session = _Session(McpEnvironment(server=SERVER)._server, START_S, _client=opened, _began=awake_s())
+        for _ in range(3 if num_at_once == 1 else 1):
+            late = [attempt(lambda: session.use(hang), 0.01) for _ in range(num_at_once)]
+            assert all(isinstance(each, LateError) for each in await asyncio.gather(*late, return_exceptions=True))
+            await asyncio.sleep(0)
+        return session._client is None
+
+    assert asyncio.run(run()) == is_over
+
+
+def test_opening_a_session_has_one_limit_for_all_calls_that_wait_for_it() -> None:
+    """Each call gives up before that limit, so that none of them alone could find the server silent."""
+
+    async def run() -> None:
+        opened = asyncio.get_running_loop().create_future()
+        session = _Session(McpEnvironment(server=SERVER)._server, 60.0, _client=opened, _began=awake_s() - 61.0)
+        await session.use(Client.list_tools)
+
+    with pytest.raises(ConfigError, match="does not answer as an MCP server within 60 s"):
+        asyncio.run(run())
 
 
 def test_tools_are_listed_again_after_a_session_has_ended_and_readers_run_side_by_side(
