@@ -106,7 +106,7 @@ class EnvironmentWorkers:
     def __init__(self, spec: WorkerSpec, *, timeout_s: float, trouble: asyncio.Event) -> None:
         """Start the workers on the driver's host, and wait for them. Raises ConfigError as `EnvironmentWorker` does."""
         self._spec, self._timeout_s, self._trouble = spec, timeout_s, trouble
-        self.heard_at = 0.0
+        self.heard_at, self._num_reported = 0.0, 0
         self._keys = itertools.count()
         self._open: dict[int, Conversation] = {}
         begun = [self._create(f"environment worker {i}") for i in range(spec.config.hosts)]
@@ -162,6 +162,11 @@ class EnvironmentWorkers:
             self.processes[i] = process
             self._listen(process)
         self._flush()
+
+    def metrics(self) -> dict[str, float]:
+        """Return environment/restarts, the workers replaced since the last call."""
+        before, self._num_reported = self._num_reported, self.processes[0].roster.num_restarts
+        return {"environment/restarts": float(self._num_reported - before)}
 
     def close(self) -> None:
         """End the workers, and forget all conversations."""

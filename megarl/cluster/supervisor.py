@@ -143,13 +143,14 @@ class EngineSupervisor:
         perf/engine_sequences (sequences in these steps, added up), perf/engine_busy_s and perf/engine_idle_s (time
         within steps and between them), perf/recomputed_tokens (tokens of unfinished requests whose keys and values an
         update dropped), engine/prefix_hit_frac (share of the prompt tokens of requests that began which prefix caches
-        had; only if any began).
+        had; only if any began); and what `EnvironmentWorkers.metrics` says, if there are any.
         """
         before, self._num_reported = self._num_reported, self._roster.num_restarts
         num_moved, self._engines.num_moved = self._engines.num_moved, 0
         work, now = self._engines.work(), time.time()
         self.busy = {str(engine): each.busy for engine, each in work.items()}
         busy_s = sum(end - start for times in self.busy.values() for start, end in times)
+        environments = self._engines.environment_workers
         num_prompt_tokens = sum(each.prompt_tokens for each in work.values())
         num_cached_tokens = sum(each.cached_tokens for each in work.values())
         return {
@@ -162,6 +163,7 @@ class EngineSupervisor:
             "perf/engine_idle_s": max(0.0, sum(now - each.began for each in work.values()) - busy_s),
             "perf/recomputed_tokens": float(sum(each.recomputed_tokens for each in work.values())),
             **({"engine/prefix_hit_frac": num_cached_tokens / num_prompt_tokens} if num_prompt_tokens else {}),
+            **(environments.metrics() if environments is not None else {}),
         }
 
     def close(self) -> None:

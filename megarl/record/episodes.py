@@ -15,7 +15,7 @@ def episode_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
     environment/turns/{mean,…}: turns of the policy; environment/tool_calls: mean number of calls;
     perf/environment_reply_s: mean time that an environment took for a whole conversation; environment/failed_frac and
-    environment/{raised,timed_out,died}: share and numbers of failures; environment/restarts: conversations that began
+    environment/{raised,timed_out,died}: share and numbers of failures; environment/restarted: conversations that began
     again since a host died; environment/detail/NAME: means of the numbers that environments said.
     """
     episodes = [sample.episode for sample in samples if sample.episode is not None]
@@ -33,6 +33,6 @@ def episode_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         "perf/environment_reply_s": sum(each.seconds for each in episodes) / count,
         "environment/failed_frac": sum(bool(each.failure) for each in episodes) / count,
         **{f"environment/{kind}": float(sum(each.failure == kind for each in episodes)) for kind in FAILURES},
-        "environment/restarts": float(sum(each.num_restarts for each in episodes)),
+        "environment/restarted": float(sum(each.num_restarts for each in episodes)),
         **{f"environment/detail/{name}": sum(values) / len(values) for name, values in details.items()},
     }

@@ -251,6 +251,9 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
     written = capsys.readouterr()
     why = "environment worker 0 is worn out: 1 calls never returned: wait 1 times; give what they wait for a time limit"
     assert f"warning: {why} of its own on " in written.out + written.err
+    # Nobody's conversation began again, and a step counts what happened in it.
+    counted = [engines.environment_workers.metrics() for _ in range(2)]
+    assert counted == [{"environment/restarts": 1.0}, {"environment/restarts": 0.0}]
     told.start("c")
     wait(engines, lambda: "c" in told.replies)
     told.act("c", "hang")

@@ -36,7 +36,7 @@ def test_turns_tools_time_and_failures_are_counted() -> None:
             "environment/raised": 1.0,
             "environment/timed_out": 1.0,
             "environment/died": 0.0,
-            "environment/restarts": 1.0,
+            "environment/restarted": 1.0,
             # Of those that say something of the name.
             "environment/detail/tool_errors": 1.0,
             "environment/detail/correct": 0.5,
