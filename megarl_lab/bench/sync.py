@@ -1,13 +1,10 @@
 """Weights from one tensor-parallel layout to another on four CPU processes: megarl's bridge, megatron-core, all-gather.
 
 python -m megarl_lab.bench.sync --out FILE.json
-python -m megarl_lab.bench.sync --plan-only --out FILE.json
 
 Of every contender: bytes that ranks received from others, messages, memory beyond the shards (the peak of all ranks
 added up, with freed memory given back at once; in processes of its own), and the median time of a round. For the times
 all contenders are in the same processes and take turns round by round. Times are ratios on a shared machine.
-
---plan-only: what the planner says of large models, see megarl_lab.bench.sync_plans.
 """
 
 import argparse
@@ -25,7 +22,6 @@ from megarl.host.store import open_store
 from megarl.record.text_table import align
 from megarl_lab.bench.sync_contenders import CONTENDERS, RankResult, SyncJob
 from megarl_lab.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes
-from megarl_lab.bench.sync_plans import SCENARIOS, planning
 
 _MIB = 1 << 20
 # All rounds of all contenders; a rank that is gone is noticed by the others long before.
@@ -212,11 +208,6 @@ def transfers(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan-only", action="store_true", help="plans of large models; moves nothing")
-    sizes = [scenario.size for scenario in SCENARIOS]
-    parser.add_argument(
-        "--devices", type=int, nargs="+", choices=sizes, default=sizes, help="with --plan-only: of them"
-    )
     parser.add_argument("--mb", type=float, nargs="+", default=[50.0, 400.0, 2000.0], help="sizes of the model")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
@@ -224,7 +215,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="timed, of which the median counts")
     parser.add_argument("--out", type=Path, help="JSON record")
     arguments = parser.parse_args()
-    record, holds = planning(arguments.devices) if arguments.plan_only else transfers(arguments)
+    record, holds = transfers(arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0 if holds else 1

@@ -9,10 +9,13 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.host.device.platform import apply_environment
 
 apply_environment()
+
+import ray  # noqa: E402
 
 from megarl import cli  # noqa: E402
 from megarl.cluster.cluster import Cluster  # noqa: E402
@@ -23,8 +26,9 @@ from megarl.train import wiring  # noqa: E402
 from megarl.train.export import export_model  # noqa: E402
 from megarl.train.inputs import TrainInputs  # noqa: E402
 from megarl.train.loop import Trainer  # noqa: E402
-from megarl_lab.bench.paced import set_up_workers  # noqa: E402
 from tests.helpers.loops import turns  # noqa: E402
+
+HOOK = "tests.helpers.held_engines.hold_engines"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,7 +62,12 @@ def main(argv: Sequence[str]) -> None:
         group.flush = flush_later  # type: ignore[method-assign]
         return trainer
 
-    set_up_workers("tests.helpers.held_engines.hold_engines")
+    init = ray.init
+
+    def init_with_hook(*, runtime_env: dict[str, Any], **given: Any) -> Any:
+        return init(runtime_env=runtime_env | {"worker_process_setup_hook": HOOK}, **given)
+
+    ray.init = init_with_hook
     wiring.build_trainer = build
     cli.main(argv[1:])
 
