@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl_lab.bench.kill_resume import MEASURED
 from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.support import SMALL
+from tests.helpers.kill_resume import MEASURED
 
 TOTAL_STEPS = 3
 DATA_SOURCE = "tests/even-length"

@@ -16,8 +16,8 @@ from megarl.rollout.source import Group
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from megarl.types import Row, Sample
-from megarl_lab.bench.kill_resume import MEASURED
 from tests.e2e.support import RUN_FILE, TP2, move_apart
+from tests.helpers.kill_resume import MEASURED
 from tests.helpers.rank_pool import RankContext
 
 DEADLY_STEP, NUM_STEPS = 2, 3

@@ -21,12 +21,12 @@ from megarl.seeds import try_seed
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
 from megarl.types.forks import path_before
 from megarl.types.rows import paths_of
-from megarl_lab.bench.kill_resume import SmallRun, make_inputs
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.agent_run import Outcome, converse
 from tests.e2e.support import small_config
 from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
 from tests.helpers.family_parity import load_transformers
+from tests.helpers.kill_resume import SmallRun, make_inputs
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.verifiers_venv import verifiers_command
 

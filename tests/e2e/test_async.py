@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from megarl.record.checkpoints import last_checkpoint
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import Sample, SegmentSource
-from megarl_lab.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
-from megarl_lab.bench.killed import command_of, kill
-from megarl_lab.bench.rewriting import rewriting_settings
 from tests.helpers.expert_checkpoint import make_moe
+from tests.helpers.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
+from tests.helpers.killed import command_of, kill
+from tests.helpers.rewriting import rewriting_settings
 from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
 

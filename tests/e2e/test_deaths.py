@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megarl.host.janitor import RunScope
-from megarl_lab.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
+from tests.helpers.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
 

@@ -17,11 +17,11 @@ from megarl.data.sampler import PromptSampler
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import Message
-from megarl_lab.bench.kill_resume import SmallRun, differences, make_inputs
-from megarl_lab.bench.killed import kill
 from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.support import RUN_FILE, SFT_FILE, SMALL, tied_head
 from tests.helpers.checkpoints import load_hf, make_checkpoint
+from tests.helpers.kill_resume import SmallRun, differences, make_inputs
+from tests.helpers.killed import kill
 from tests.helpers.served import KEY, serving
 from tests.helpers.waiting import wait_until
 

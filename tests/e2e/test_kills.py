@@ -17,7 +17,7 @@ import pytest
 
 from megarl.record.checkpoints import checkpoint_dir, complete_steps, last_checkpoint
 from megarl.record.metrics import MARKER
-from megarl_lab.bench.kill_resume import SmallRun, differences, draw_moment, kill_at, make_inputs
+from tests.helpers.kill_resume import SmallRun, differences, draw_moment, kill_at, make_inputs
 
 SEED, NUM_KILLS = 0, 30
 # Longer than the few steps that one start makes before it is killed, and short enough that three runs or so finish.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.rollout.replay import read_record, record_path
-from megarl_lab.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, make_inputs
+from tests.helpers.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, make_inputs
 
 NUM_STEPS = 5
 

@@ -7,8 +7,8 @@ import pytest
 
 from megarl.host.exit_codes import EXIT_BAD_INPUT
 from megarl.record.plugins import copy_of, record_of
-from megarl_lab.bench.kill_resume import SmallRun, make_inputs
 from tests.e2e.test_tutorials import BLOCK, PAGES
+from tests.helpers.kill_resume import SmallRun, make_inputs
 
 
 @pytest.mark.long

@@ -17,8 +17,8 @@ from megarl.launch.status import read_status
 from megarl.record.checkpoints import complete_steps, last_checkpoint
 from megarl.rollout.replay import read_record
 from megarl.train.collect import SAMPLES_FILE
-from megarl_lab.bench.kill_resume import SmallRun, differences, make_inputs
-from megarl_lab.bench.killed import kill
+from tests.helpers.kill_resume import SmallRun, differences, make_inputs
+from tests.helpers.killed import kill
 from tests.helpers.talk import talk_settings
 from tests.helpers.waiting import wait_until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl_lab.bench.kill_resume import MEGARL, SmallRun, differences, make_inputs
 from tests.e2e.cli_run import CliRun
 from tests.e2e.test_judges import JUDGE
+from tests.helpers.kill_resume import MEGARL, SmallRun, differences, make_inputs
 from tests.helpers.listeners import listeners_of
 
 NUM_OF_A_FLOOD, MOST_HELD = 50, 400

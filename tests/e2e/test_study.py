@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl_lab.bench.kill_resume import MEASURED
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from megarl_lab.study.queue import load_study, plan_study, run_config, run_study
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.kill_resume import MEASURED
 
 SETTINGS = (
     "run.deterministic=true",

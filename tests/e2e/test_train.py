@@ -27,7 +27,6 @@ from megarl.data.demonstrations import SftDataset
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.rollouts import read_rollouts
 from megarl.record.timeline import read_timeline
-from megarl_lab.bench.kill_resume import MEASURED
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import ChatConfig, TaskFiles, generate_chats
 from tests.e2e import cli_run
@@ -42,6 +41,7 @@ from tests.e2e.support import (
     small_config,
     tied_head,
 )
+from tests.helpers.kill_resume import MEASURED
 
 LR = 1e-3
 # Two optimizer steps for each of three batches. The entropy's gradient moves the policy whatever the rewards are.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl_lab.bench.kill_resume import MEGARL as MODULE
-from megarl_lab.bench.kill_resume import SmallRun, make_inputs
 from tests.e2e.cli_run import MEGARL
+from tests.helpers.kill_resume import MEGARL as MODULE
+from tests.helpers.kill_resume import SmallRun, make_inputs
 
 LIBRARIES = {
     "datasets",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl_lab.bench.kill_resume import make_inputs
+from tests.helpers.kill_resume import make_inputs
 from tests.slurm.lab import SlurmLab, install, missing
 from tests.slurm.runs import SlurmRun, finish_here
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl_lab.bench.kill_resume import MEGARL, SmallRun
-from megarl_lab.bench.rewriting import NOTES
+from tests.helpers.kill_resume import MEGARL, SmallRun
+from tests.helpers.rewriting import NOTES
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import CPUS_PER_NODE, SlurmLab
 

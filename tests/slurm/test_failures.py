@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.record.checkpoints import last_checkpoint
-from megarl_lab.bench.kill_resume import differences, differing_metrics
+from tests.helpers.kill_resume import differences, differing_metrics
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed

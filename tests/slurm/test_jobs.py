@@ -13,7 +13,7 @@ from megarl.host.exit_codes import EXIT_STOPPED
 from megarl.host.signals import SAME_REQUEST_S
 from megarl.launch.status import read_status
 from megarl.record.checkpoints import complete_steps
-from megarl_lab.bench.kill_resume import differences
+from tests.helpers.kill_resume import differences
 from tests.helpers.listeners import listeners_of
 from tests.helpers.strangers import REFUSED, answers_to_strangers
 from tests.helpers.waiting import wait_until

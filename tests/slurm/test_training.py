@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.replay import read_record, record_path
-from megarl_lab.bench.kill_resume import MEGARL, SCHEDULES, differences
-from megarl_lab.bench.rewriting import rewriting_settings
+from tests.helpers.kill_resume import MEGARL, SCHEDULES, differences
+from tests.helpers.rewriting import rewriting_settings
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import (

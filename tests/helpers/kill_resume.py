@@ -1,24 +1,7 @@
-"""Kill a small run with SIGKILL at random moments, resume it each time, and compare it with an uninterrupted run:
+"""Small runs that are killed at random moments and resumed, and what must be equal to uninterrupted ones."""
 
-    python -m megarl_lab.bench.kill_resume --out DIR --kills 20 --seed 0
-    python -m megarl_lab.bench.kill_resume --out DIR --schedule async
-    python -m megarl_lab.bench.kill_resume --out DIR --trees
-
-Start i draws its moment from seed `--seed` + i. Prints a line per start. Exits with 1 if metrics (times and memory
-aside), their steps, or a byte of the final weights differ, or if a killed run leaves a process or a file behind.
-
-With `--schedule async` what trains depends on time, and the uninterrupted run only gives the order of the prompts. A
-finished run is compared with a run that samples its records again (`rollout.source=regenerate`), and fails if a
-prompt was lost or repeated, or if a token is staler than the schedule allows.
-
-With `--trees` all samples are conversations that fork, and half of the moments are between a fork and its reply; half
-of these come after a checkpoint that the start has written.
-"""
-
-import argparse
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -33,11 +16,11 @@ from megarl.record.checkpoints import complete_steps
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import SegmentSource
-from megarl_lab.bench.killed import Killed, kill
-from megarl_lab.bench.rewriting import NOTES, num_open_branches, rewriting_settings
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
+from tests.helpers.killed import Killed, kill
+from tests.helpers.rewriting import NOTES, num_branches
 
 RUN_FILES = {
     command: Path(__file__).parents[2] / "configs" / "run" / f"sums-{kind}.yaml"
@@ -236,10 +219,9 @@ def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> 
     began, earlier = time.time(), complete_steps(run.paths.checkpoints)
     while process.poll() is None and moment.after_checkpoint and complete_steps(run.paths.checkpoints) == earlier:
         time.sleep(0.02)
-    num_before, _ = num_open_branches(run.notes)
+    num_before = num_branches(run.notes)
     while process.poll() is None and (
-        run.num_steps_since(began) < moment.num_steps
-        or num_open_branches(run.notes)[0] < num_before + moment.num_branches
+        run.num_steps_since(began) < moment.num_steps or num_branches(run.notes) < num_before + moment.num_branches
     ):
         time.sleep(0.02)
     try:
@@ -247,102 +229,3 @@ def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> 
     except subprocess.TimeoutExpired:
         return kill(process)
     return None
-
-
-@dataclass(kw_only=True)
-class KillCampaign:
-    """Runs that are killed and resumed until they finish, one after the other.
-
-    duration_s: what the uninterrupted run `reference` took. schedule: a name in `SCHEDULES`. trees: whether samples
-    fork.
-    """
-
-    reference: SmallRun
-    duration_s: float
-    schedule: str = "sync"
-    trees: bool = False
-    num_steps: int = 6
-    num_kills: int = 0
-    num_runs: int = 0
-    num_failures: int = 0
-
-    def run(self, max_kills: int, seed: int) -> None:
-        """Kill `max_kills` times and finish the run that is under way then."""
-        print("| seed | run | last step | checkpoints | moment | executing | outcome |", flush=True)
-        print("|---|---|---|---|---|---|---|", flush=True)
-        while self.num_kills < max_kills or self._current().paths.root.exists():
-            print(self._start(seed, may_kill=self.num_kills < max_kills), flush=True)
-            seed += 1
-
-    def _current(self) -> SmallRun:
-        reference = self.reference
-        return SmallRun(inputs=reference.inputs, name=f"killed{self.num_runs}", settings=reference.settings)
-
-    def _start(self, seed: int, *, may_kill: bool) -> str:
-        """Start or resume, and kill; the line of the table."""
-        run, moment = self._current(), draw_moment(random.Random(seed), self.duration_s, trees=self.trees)
-        # Branches that an earlier kill left without an answer.
-        _, num_left = num_open_branches(run.notes)
-        process = run.start()
-        killed = kill_at(process, run, moment) if may_kill else None
-        exit_code = process.wait()
-        complete = complete_steps(run.paths.checkpoints)
-        num_torn = len(list(run.paths.checkpoints.glob("step_*"))) - len(complete)
-        where = f"{seed} | {run.name} | {run.last_step()} | {complete}" + (f" and {num_torn} torn" if num_torn else "")
-        if killed is not None:
-            self.num_kills += 1
-            self.num_failures += bool(killed.leftovers)
-            what = f"LEFT {', '.join(killed.leftovers)}" if killed.leftovers else f"gone after {killed.gone_s:.1f} s"
-            when = f"{moment.delay_s:.2f} s after {moment.num_steps} more steps"
-            if self.trees:
-                num_open = num_open_branches(run.notes)[1] - num_left
-                when += " and a checkpoint" * moment.after_checkpoint
-                when += f" and {moment.num_branches} branches, {num_open} of them without an answer"
-            return f"| {where} | {when} | {', '.join(killed.executing) or 'no actor'} | killed, {what} |"
-        outcome = "finished, equal to the uninterrupted run"
-        wrong = [f"exit code {exit_code}"] if exit_code else []
-        if not wrong and self.schedule == "async":
-            wrong, held = asynchronous_faults(run, self.reference, self.num_steps)
-            outcome = f"finished, regenerated with equal bits; {held}"
-        elif not wrong:
-            wrong = differences(run, self.reference)
-        self.num_failures += bool(wrong)
-        self.num_runs += 1
-        outcome = f"DIFFERS: {'; '.join(wrong[:3])}" if wrong else outcome
-        return f"| {where} | | | {outcome} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="an empty directory to work in")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the first start's moment")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--schedule", choices=SCHEDULES, default="sync")
-    parser.add_argument("--trees", action="store_true", help="samples are conversations that fork")
-    arguments = parser.parse_args()
-    inputs = make_inputs(arguments.out)
-    trees = rewriting_settings() if arguments.trees else ()
-    settings = (f"trainer.total_steps={arguments.steps}", *SCHEDULES[arguments.schedule], *trees)
-    reference = SmallRun(inputs=inputs, name="reference", settings=settings)
-    began = time.monotonic()
-    if exit_code := reference.start().wait():
-        raise SystemExit(f"the reference run ended with {exit_code}; see {reference.paths.root}.log")
-    campaign = KillCampaign(
-        reference=reference,
-        duration_s=time.monotonic() - began,
-        schedule=arguments.schedule,
-        trees=arguments.trees,
-        num_steps=arguments.steps,
-    )
-    print(f"the uninterrupted run took {campaign.duration_s:.1f} s", flush=True)
-    campaign.run(arguments.kills, arguments.seed)
-    verdict = f"{campaign.num_failures} FAILURES" if campaign.num_failures else "all equal, nothing left behind"
-    print(f"{campaign.num_kills} kills, {campaign.num_runs} runs finished, {verdict}")
-    if not campaign.num_failures:
-        shutil.rmtree(inputs / "runs")
-    raise SystemExit(bool(campaign.num_failures))
-
-
-if __name__ == "__main__":
-    main()

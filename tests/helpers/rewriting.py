@@ -11,9 +11,8 @@ from openai import AsyncOpenAI
 
 from megarl.types import Prompt
 
-# Names a file to which the agent adds BEGUN as it begins a branch, and ANSWERED as it has the answer.
+# Names a file to which the agent adds a byte as it begins a branch.
 NOTES = "REWRITING_NOTES"
-BEGUN, ANSWERED = b"(", b")"
 MAX_TOKENS = 20
 
 
@@ -36,11 +35,12 @@ async def rewrite(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
 
         async def ask(*messages: Any, begins: bool) -> Any:
-            _note(BEGUN if begins else b"")
+            if begins:
+                with Path(os.environ[NOTES]).open("ab") as file:
+                    file.write(b"(")
             completion = await client.chat.completions.create(
                 model="any", messages=list(messages), max_tokens=MAX_TOKENS
             )
-            _note(ANSWERED if begins else b"")
             texts.append(completion.choices[0].message.content)
             return completion.choices[0].message
 
@@ -55,12 +55,6 @@ async def rewrite(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]
     return {"reward": float(len(texts[-1] or "") % 3), "texts": texts}
 
 
-def _note(mark: bytes) -> None:
-    with Path(os.environ[NOTES]).open("ab") as file:
-        file.write(mark)
-
-
-def num_open_branches(notes: Path) -> tuple[int, int]:
-    """Count the branches that were begun, and those of them that have no answer yet."""
-    marks = notes.read_bytes() if notes.exists() else b""
-    return marks.count(BEGUN), marks.count(BEGUN) - marks.count(ANSWERED)
+def num_branches(notes: Path) -> int:
+    """Count the branches that were begun."""
+    return notes.stat().st_size if notes.exists() else 0
