@@ -8,6 +8,8 @@ from megarl.errors import ConfigError
 from megarl.weights.attention import FULL, LINEAR, SLIDING
 from megarl.weights.rules import Family, Layers
 
+# Names of lists over the layers of what reads images begin so.
+_TOWER = "vision_"
 _DENSE, _SPARSE = "dense", "sparse"
 # Lists with an entry for each layer: the kinds that some family here builds, by entry.
 _LISTS: Mapping[str, Mapping[object, str]] = {
@@ -31,7 +33,8 @@ def check_layer_lists(file: Path, family: Family, config: Mapping[str, Any]) -> 
         _SPARSE: Layers.EXPERTS in parts,
     }
     for key, value in config.items():
-        if value is None or (key not in _LISTS and not ("layer" in key and isinstance(value, list))):
+        is_over_layers = "layer" in key and isinstance(value, list) and not key.startswith(_TOWER)
+        if value is None or not (key in _LISTS or is_over_layers):
             continue
         if isinstance(value, int) and key == "moe_layer_freq":  # of every how many layers
             continue

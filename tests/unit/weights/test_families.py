@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
 
 import megarl
 from megarl.errors import ConfigError
@@ -19,6 +20,7 @@ from megarl.registry import RegistrationError, noting
 from megarl.weights.attention import read_local_layers
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
+from megarl.weights.layer_lists import check_layer_lists
 from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from megarl.weights.safetensors_headers import check_tensors, not_expected
 from megarl.weights.tables import FAMILIES, Family, register_family
@@ -935,6 +937,23 @@ def test_lists_over_layers_have_one_that_the_family_builds_for_each(
     read_model_spec(write_config(tmp_path, config | {key: right}))
     with pytest.raises(ConfigError, match=rf"{key}.*(expected|read) .*{re.escape(expected)}"):
         read_model_spec(write_config(tmp_path, config | {key: wrong}))
+
+
+@pytest.mark.parametrize("family", FAMILIES.entries().values(), ids=lambda family: family.name)
+def test_lists_over_layers_that_transformers_writes_are_read(family: Family) -> None:
+    """Those of a configuration that save_pretrained writes, and those that its classes declare."""
+    names = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    types = {kind for each in names for kind, name in each.items() if name in family.architectures}
+    assert types
+    for whole in (transformers.CONFIG_MAPPING[kind]() for kind in types):
+        written, text = whole.to_dict(), whole.get_text_config()
+        config = {**family.defaults, **text.to_dict(), **written}
+        kinds = [kind for cls in {type(whole), type(text)} for kind in cls.__annotations__.items()]
+        declared = {name for name, kind in kinds if "layer" in name and "list" in str(kind)}
+        assert declared <= {"layer_types", "mlp_layer_types", "mlp_only_layers", "vision_feature_layer"}
+        check_layer_lists(Path("config.json"), family, config)
+        if "vision_feature_layer" in declared:
+            check_layer_lists(Path("config.json"), family, config | {"vision_feature_layer": [-2, -1]})
 
 
 def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
