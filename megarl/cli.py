@@ -189,19 +189,18 @@ def _train(arguments: argparse.Namespace) -> None:
         from megarl.config.target import checked_for, named_target
 
         with checked_for(named_target(config.cluster.target, gpus=None if arguments.device_gib is None else True)):
-            check_plan(config, "train")
+            warnings = check_plan(config, "train", overwrite=arguments.overwrite, resumes=bool(arguments.resume))
             from megarl.forecast.calibrate import calibrate
             from megarl.forecast.step import planned_step
             from megarl.plan.build import print_plan
 
-            own = arguments.calibration
+            own = arguments.calibration and calibrate(arguments.calibration)
             print_plan(
                 config,
                 device_gib=arguments.device_gib,
                 as_json=arguments.json,
-                forecast=lambda config, size: (
-                    planned_step(config, device_bytes=size, constants=own and calibrate(own)).seconds
-                ),
+                warnings=warnings,
+                forecast=lambda config, size: planned_step(config, device_bytes=size, constants=own).seconds,
             )
         return
     if arguments.json or arguments.device_gib is not None or arguments.calibration is not None:
@@ -225,10 +224,11 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
         # Data are read by libraries for which this machine counts.
         apply_environment()
         with checked_for(named_target(config.cluster.target)):
-            check_plan(config, arguments.command)
+            command, resumes = arguments.command, bool(arguments.resume)
+            warnings = check_plan(config, command, overwrite=arguments.overwrite, resumes=resumes)
             from megarl.plan.supervised import print_supervised_plan
 
-            print_supervised_plan(arguments.command, config, as_json=arguments.json)
+            print_supervised_plan(command, config, as_json=arguments.json, warnings=warnings)
         return
     if arguments.json:
         raise ConfigError("--json: goes with --dry-run; add it, or remove this")

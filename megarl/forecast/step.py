@@ -5,12 +5,12 @@ from megarl.config.schema import Config
 from megarl.forecast.costs import Constants, Hardware, StepCost, step_cost
 from megarl.host.device.platform import assuming
 from megarl.launch.submit import StopForecast
-from megarl.plan.build import host_needs, plan_nodes, role_plan
+from megarl.plan.build import host_needs
 from megarl.plan.derive import H100_BYTES
 from megarl.plan.devices import plan_devices
 from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes
 from megarl.plan.run_plan import DevicePlan
-from megarl.plan.sizes import SizedRun, size_run
+from megarl.plan.sizes import SizedRun, role_plan, size_run
 
 # A node writes so much to shared storage per second, a low estimate.
 STORAGE_BYTES = 1e9
@@ -26,9 +26,8 @@ def planned_stop(config: Config) -> StopForecast:
     """Forecast how long a run takes to stop, and what it needs of a host. Raises ConfigError as a run would."""
     with assuming("cuda"):
         run, hardware = size_run(config, H100_BYTES), Hardware()
-        cost, num_bytes, devices = _cost(run, Constants()), 0.0, _devices(run)
-        nodes = plan_nodes(run.config, run.engine, devices, by_layout(run.roles), run.shards)
-        host = host_needs(run.config, run.engine, devices, nodes)
+        cost, num_bytes = _cost(run, Constants()), 0.0
+        host = host_needs(run.config, run.roles, run.shards, run.engine)
     for role in (role for role in run.roles if role.trainable):
         mine = [shard for shard in run.shards if shard.role == role.role]
         # Only adapters are written, if there are any.

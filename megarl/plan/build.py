@@ -3,7 +3,7 @@
 If model and data are present, the plan also has the warnings that the run would print about its data.
 """
 
-import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.cluster.object_store import object_store
-from megarl.cluster.placement import NodeGroup, ProcessSlot, plan_placement, with_judge_servers
+from megarl.cluster.placement import NodeGroup, ProcessSlot, devices_per_node, plan_placement, with_judge_servers
 from megarl.cluster.roles import by_layout, model_key
 from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, plan_input_of, sent_spec
 from megarl.config.batches import (
@@ -25,6 +25,7 @@ from megarl.config.batches import (
 from megarl.config.derived import Derived
 from megarl.config.lora import sent_alone
 from megarl.config.schema import Config, LayoutConfig
+from megarl.config.target import target_in_words
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.device.platform import assuming, platform
@@ -40,7 +41,6 @@ from megarl.plan.run_plan import (
     ForwardPlan,
     LayoutPlan,
     NodePlan,
-    RolePlan,
     RunPlan,
     ShardPlan,
     StepPlan,
@@ -49,12 +49,15 @@ from megarl.plan.sizes import (
     SizedRun,
     derive,
     micro_batches_at_full_length,
+    model_parameters,
     most_micro_batches,
     plan_shards,
+    role_plan,
     rows_at_once,
     settle,
     size_run,
 )
+from megarl.record.checkpoints import Command
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.transport.process_plans import most_staging
@@ -71,20 +74,23 @@ def print_plan(
     *,
     device_gib: float | None,
     as_json: bool,
+    warnings: Sequence[str],
     forecast: Callable[[Config, int], dict[str, float]],
 ) -> None:
     """Plan a training run and print the plan, without starting anything.
 
-    forecast: returns the seconds of a step by phase, for devices with that many bytes.
+    warnings: further ones. forecast: returns the seconds of a step by phase, for devices with that many bytes.
     device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
     smallest device of this machine, if it has any.
     """
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
     device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
-    plan = plan_run(config, device_bytes=device_bytes, host_bytes=host_memory() if device_gib is None else None)
+    is_here = device_gib is None and not target_in_words()
+    plan = plan_run(config, device_bytes=device_bytes, host_bytes=host_memory() if is_here else None)
     if device_bytes is not None:
         plan = replace(plan, seconds=forecast(config, device_bytes))
+    plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if as_json:
         print(to_json(plan))
     else:
@@ -101,15 +107,11 @@ def plan_run(
     read data that are there.
     """
     with nullcontext() if device_bytes is None else assuming("cuda"):
-        plan = _plan(size_run(config, device_bytes), device_bytes, with_data=with_data)
-        needs = host_needs(config, plan.engine, plan.devices, plan.nodes)
-    if host_bytes is None or sum(needs.values()) <= host_bytes:
-        return plan
-    said = (
-        f"host memory: a node needs at least {listed(needs)}, but this host has {host_bytes / 2**30:,.0f}; use more "
-        "nodes or a smaller model, or plan for other devices with --device-gib"
-    )
-    return replace(plan, warnings=(*plan.warnings, said))
+        run = size_run(config, device_bytes)
+        plan = _plan(run, device_bytes, with_data=with_data)
+        needs = host_needs(run.config, run.roles, run.shards, run.engine)
+    said = () if host_bytes is None else host_warnings(config, needs, host_bytes)
+    return replace(plan, warnings=(*plan.warnings, *said))
 
 
 def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
@@ -160,7 +162,7 @@ def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPla
         shards=tuple(shards),
         devices=tuple(devices),
         engine=engine,
-        sync_bytes=_model_parameters(sent_spec(config.actor.lora, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
+        sync_bytes=model_parameters(sent_spec(config.actor.lora, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge),
         links=bridge_links(config.sync, bridge, platform()),
         staging=staged,
@@ -205,26 +207,24 @@ def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
         )
 
 
-def _model_parameters(spec: ModelSpec, head: Head) -> int:
-    shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
 def plan_nodes(
     config: Config,
-    engine: EnginePlan,
+    engine: EnginePlan | None,
     devices: Sequence[DevicePlan],
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
 ) -> tuple[NodePlan, ...]:
-    """List the trainer's nodes, then those that only engines use, then those of judges' servers."""
+    """List the trainer's nodes, then those that only engines use, then those of judges' servers; supervised runs
+    have the first alone.
+    """
     device = {"CPU": 1.0}
     num_ranks = config.actor.layout.world_size
-    placement = plan_placement(config.placement, config.rollout.engine, num_ranks, device, with_engines=True)
-    placement = with_judge_servers(placement, config.rewards.judge_servers, device)
-    moves = config.placement.offload
+    with_engines = engine is not None
+    placement = plan_placement(config.placement, config.rollout.engine, num_ranks, device, with_engines=with_engines)
+    placement = with_judge_servers(placement, config.rewards.judge_servers if with_engines else {}, device)
+    moves = config.placement.offload and with_engines
     # Engines that have read their weights themselves keep them on the host while they sleep.
-    asleep = engine.weights if sent_alone(config.actor.lora) is not None and engine.shares_devices else 0
+    asleep = engine.weights if engine and sent_alone(config.actor.lora) is not None and engine.shares_devices else 0
     held = {
         device: alike.on_host + (alike.offloaded + asleep if moves else 0)
         for alike in devices
@@ -252,14 +252,21 @@ def plan_nodes(
 
 
 def host_needs(
-    config: Config, engine: EnginePlan, devices: Sequence[DevicePlan], nodes: Sequence[NodePlan]
+    config: Config,
+    roles: Sequence[RoleSpec],
+    shards: Sequence[ShardPlan],
+    engine: EnginePlan | None,
+    command: Command = "train",
 ) -> dict[str, int]:
     """Count the least bytes of memory of the fullest node, besides that of its GPUs, by what needs them."""
+    layouts, offload = by_layout(roles), config.placement.offload and engine is not None
+    devices = plan_devices(layouts, shards, engine, offload=offload)
+    nodes = plan_nodes(config, engine, devices, layouts, shards)
     fullest, held = max(nodes, key=lambda node: (node.offloaded, len(node.ranks))), {}
     if platform().name == "cpu":
         peaks = {device: max(phase.total for phase in x.phases.values()) for x in devices for device in x.devices}
         held["ranks, and engines beside them"] = sum(peaks[rank] for rank in fullest.ranks)
-    store = object_store(config, room=1 << 60)
+    store = object_store(config, command, room=1 << 60)
     return {
         **held,
         "the offloaded trainer": fullest.offloaded,
@@ -278,19 +285,22 @@ def _numbers_on(name: str, group: NodeGroup, node: int, slots: Sequence[ProcessS
     )
 
 
-def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
-    """Plan one model of a run: its size, and where its files are."""
-    tensors = [tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors]
-    return RolePlan(
-        name=str(role.role),
-        model_path=role.model.path,
-        model_config=str(spec.path / "config.json"),
-        family=spec.family.name,
-        trainable=role.trainable,
-        num_parameters=_model_parameters(spec, role.head),
-        num_expert_parameters=sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors),
-        update_rate=role.update_rate,
-    )
+def host_warnings(config: Config, needs: Mapping[str, int], host_bytes: int) -> Iterator[str]:
+    """Warn if this host, with that much memory, has less than `host_needs` counts, or fewer CPUs than ranks."""
+    if sum(needs.values()) > host_bytes:
+        yield (
+            f"host memory: a node needs at least {listed(needs)}, but this host has {host_bytes / 2**30:,.0f}; use "
+            "more or larger nodes or a smaller model; --device-gib plans for others"
+        )
+    num_ranks = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
+    if platform().name == "cpu" and num_ranks > (num_cpus := len(os.sched_getaffinity(0))):
+        yield f"actor.layout: {num_ranks} ranks on a node take turns on the {num_cpus} CPUs of this host; use fewer"
+
+
+def start_warnings(config: Config) -> list[str]:
+    """List what `host_warnings` has to say of this host, before a run starts on it."""
+    run = size_run(config, smallest_device())
+    return list(host_warnings(config, host_needs(run.config, run.roles, run.shards, run.engine), host_memory()))
 
 
 def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ForwardPlan:

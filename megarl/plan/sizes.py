@@ -1,5 +1,6 @@
 """Size what the ranks and engines of a run hold, from its configuration and config.json."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,11 +27,11 @@ from megarl.plan.derive import engine_share, moe_kernels
 from megarl.plan.devices import plan_shard
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.recompute import choose_recompute, with_way
-from megarl.plan.run_plan import EnginePlan, ShardPlan
+from megarl.plan.run_plan import EnginePlan, RolePlan, ShardPlan
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.train.forward import SOURCES, Variant
 from megarl.types import TokenQuantity
-from megarl.types.messages import Role, RoleSpec
+from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.boxes import num_elements
 from megarl.weights.dims import Experts
@@ -249,3 +250,24 @@ def plan_engine(config: Config, dims: Dims, stage_bytes: int, device_bytes: int 
         full_rows=None if kv_cache is None else kv_cache // per_token // row_tokens,
         max_num_seqs=engine.max_num_seqs,
     )
+
+
+def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
+    """Plan one model of a run: its size, and where its files are."""
+    tensors = [tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors]
+    return RolePlan(
+        name=str(role.role),
+        model_path=role.model.path,
+        model_config=str(spec.path / "config.json"),
+        family=spec.family.name,
+        trainable=role.trainable,
+        num_parameters=model_parameters(spec, role.head),
+        num_expert_parameters=sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors),
+        update_rate=role.update_rate,
+    )
+
+
+def model_parameters(spec: ModelSpec, head: Head) -> int:
+    """Count the parameters of a whole model with this head, without padding."""
+    shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -9,15 +9,18 @@ from megarl.cluster.object_store import object_store
 from megarl.config.derived import Derived, filled, left_open
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config
+from megarl.config.target import target_in_words
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
+from megarl.host.memory import host_memory
 from megarl.host.streams import print_lines
-from megarl.plan.build import role_plan
+from megarl.plan.build import host_needs, host_warnings
 from megarl.plan.derive import smallest_device
 from megarl.plan.devices import plan_shard
 from megarl.plan.recompute import choose_recompute, with_way
 from megarl.plan.render import derived_lines, role_lines, shard_lines, target_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
+from megarl.plan.sizes import role_plan
 from megarl.record.checkpoints import Command
 from megarl.train.supervised_inputs import Examples
 from megarl.train.tasks import SUPERVISED, OpenedTask
@@ -49,9 +52,10 @@ class SupervisedPlan:
     warnings: tuple[str, ...]
 
 
-def print_supervised_plan(command: Command, config: Config, *, as_json: bool) -> None:
-    """Plan a supervised run and print the plan as text or JSON, without starting anything."""
+def print_supervised_plan(command: Command, config: Config, *, as_json: bool, warnings: Sequence[str]) -> None:
+    """Plan a supervised run and print the plan as text or JSON, with further warnings, without starting anything."""
     plan = plan_supervised(command, config)
+    plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if as_json:
         print(json.dumps(asdict(plan), indent=2))
     else:
@@ -59,7 +63,10 @@ def print_supervised_plan(command: Command, config: Config, *, as_json: bool) ->
 
 
 def open_task(command: Command, config: Config) -> tuple[OpenedTask, tuple[Derived, ...]]:
-    """Open a supervised run, and choose what is auto by this machine's devices; return that, too."""
+    """Open a supervised run, and choose what is auto by this machine's devices; return that, too.
+
+    Its warnings are also of this host, unless it is checked for another.
+    """
     opened = SUPERVISED[command](config)
     roles = (opened.task.role, *opened.task.frozen)
     specs = {role.role: read_model_spec(role.model.path) for role in roles}
@@ -75,8 +82,11 @@ def open_task(command: Command, config: Config) -> tuple[OpenedTask, tuple[Deriv
     chosen = tuple(choose_recompute(roles, specs, shards_of, smallest_device()))
     config = filled(opened.inputs.config, chosen)
     role, *frozen = with_way(roles, RecomputeConfig(**config.actor.ways()))
-    task, inputs = replace(opened.task, role=role, frozen=tuple(frozen)), replace(opened.inputs, config=config)
-    return OpenedTask(inputs=inputs, task=task), chosen
+    warnings, task = opened.inputs.warnings, replace(opened.task, role=role, frozen=tuple(frozen))
+    if not target_in_words():
+        needs = host_needs(config, (role, *frozen), shards_of((role, *frozen)), None, command)
+        warnings = (*warnings, *host_warnings(config, needs, host_memory()))
+    return OpenedTask(inputs=replace(opened.inputs, config=config, warnings=warnings), task=task), chosen
 
 
 def plan_supervised(command: Command, config: Config) -> SupervisedPlan:

@@ -1,5 +1,6 @@
 """Find mistakes of a command line that need no cluster, before libraries are imported that take seconds."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import process_time
@@ -8,6 +9,7 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config
+from megarl.config.target import target_in_words
 from megarl.data.files import RowFiles
 from megarl.data.prompts import read_prompt
 from megarl.data.records import (
@@ -28,10 +30,12 @@ from megarl.host.child_environment import require_assertions
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
+from megarl.record.checkpoints import Command
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.load import look_for
 from megarl.rewards.routes import check_sources
+from megarl.run.resume import check_resumed
 from megarl.train.models import open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.types import Prompt
@@ -42,21 +46,33 @@ from megarl.weights.hub import local_model, with_models
 _ROWS_S = 0.5
 
 
-def check_plan(config: Config, command: str) -> None:
+def check_plan(config: Config, command: Command, *, overwrite: bool, resumes: bool) -> list[str]:
     """Raise ConfigError or DataError for what a dry run would find wrong with settings, models and data, where these
-    are there.
+    are there, and with this machine, if the run is planned for it; return warnings.
     """
     _check_settings(config, command)
+    paths, warnings = RunPaths.of(config.run), list[str]()
+    if not target_in_words():
+        # Another place leaves that of a run which starts alone.
+        with DirectoryLock(paths.root, command, place=paths.root / f"plan-{os.getpid()}"):
+            _check_machine(config, paths.root)
+    if resumes:
+        warnings += [line.removeprefix("warning: ") for line in check_resumed(config, command)]
+    elif not overwrite and paths.hold_a_run():
+        warnings.append(
+            f"{paths.root} already holds a run, and a start would be refused without --resume or --overwrite"
+        )
     if config.model.config_path is None:
-        _check_models(config, command, "*.safetensors")
+        warnings += _check_models(config, command, "*.safetensors")
     if command == "train":
         _look_for_functions(config, if_there=True)
     if all(Path(file).is_file() for files in _data(config, command) for file in files):
         _check_data(config, command)
     rehearse(config, afresh=True)
+    return warnings
 
 
-def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool) -> None:
+def check_start(config: Config, command: Command, *, overwrite: bool, resumes: bool) -> None:
     """Raise ConfigError or DataError if a run cannot start: its settings, its directory, a package, a file or code of
     users.
 
@@ -66,13 +82,14 @@ def check_start(config: Config, command: str, *, overwrite: bool, resumes: bool)
     paths = RunPaths.of(config.run)
     with DirectoryLock(paths.root, command):
         pass
-    if not (overwrite or resumes):
+    if resumes:
+        print_lines(*check_resumed(config, command))
+    elif not overwrite:
         paths.require_unused()
-    require_trackers(config.logging)
-    _require_room(config, paths.root)
+    _check_machine(config, paths.root)
     # A resumed run pins the commits of models that it began with.
     if not resumes:
-        _check_models(config, command, "*")
+        print_lines(*(f"warning: {warning}" for warning in _check_models(config, command, "*")))
     if command == "train":
         _look_for_functions(config)
     _check_data(config, command)
@@ -99,19 +116,20 @@ def _look_for_functions(config: Config, *, if_there: bool = False) -> None:
             look_for(Path(function.path), function.name)
 
 
-def _check_models(config: Config, command: str, files: str) -> None:
-    """Check the models of a run, of the policy's also weights and tokenizer if its directory has such files."""
+def _check_models(config: Config, command: str, files: str) -> list[str]:
+    """Check the models of a run, of the policy's also weights and tokenizer if its directory has such files; return
+    warnings.
+    """
     with_models(config, _has_model, judges=False)
     if any(Path(config.model.path).glob(files)):
         # The training of a reward model checks it as one.
         if command != "train-reward":
             open_model(config, for_sft=command == "sft")
         require_tokenizer(config.model.path, "model.path")
-    for warning in adapter_warnings(config):
-        print_lines(f"warning: {warning}")
+    return list(_adapter_warnings(config))
 
 
-def adapter_warnings(config: Config) -> Iterator[str]:
+def _adapter_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each role whose given adapters were trained on a base of another name."""
     for key in ("actor", "critic", "reward_model"):
         section = getattr(config, key)
@@ -202,8 +220,9 @@ def _first(rows: RowFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
             break
 
 
-def _require_room(config: Config, root: Path) -> None:
-    """Raise ConfigError for a disk that cannot take the export of the trained model."""
+def _check_machine(config: Config, root: Path) -> None:
+    """Raise ConfigError if a tracker's package is missing, or for a disk that cannot take the export of the model."""
+    require_trackers(config.logging)
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if config.actor.lora is None and config.trainer.total_steps and weights > free_bytes(root):
         raise ConfigError(

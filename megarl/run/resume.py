@@ -1,7 +1,12 @@
 """Find the checkpoint and the models that `--resume` continues with, and check that the configuration still fits."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 from megarl.algos.advantages import estimator_of
 from megarl.config.batches import batch_counts, num_actor_steps
@@ -11,8 +16,8 @@ from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.host.reading import RESTORE, read_object
-from megarl.host.streams import print_lines
 from megarl.record.checkpoints import (
+    STATE_FILE,
     Checkpoint,
     Command,
     Resume,
@@ -22,12 +27,12 @@ from megarl.record.checkpoints import (
     last_checkpoint,
     torn_steps,
 )
-from megarl.record.inputs import RunInputs
+from megarl.record.inputs import FILES, RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
 from megarl.types.messages import Role
-from megarl.weights.hub import with_recorded_commits
+from megarl.weights.hub import with_models, with_recorded_commits
 
 _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
 # A resumed run may change these: where and how it computes, how long, and what it writes. The rest decides what it
@@ -108,8 +113,65 @@ def find_checkpoint(
                 f"{paths.root} holds a finished run without a checkpoint, which --resume would replace; "
                 f"choose another run.name, or pass --overwrite"
             )
-        print_lines(f"no checkpoint in {paths.checkpoints}: the run starts from its first step")
         return None
+    changed, moved, _ = (files or RunInputs.of(config, command)).changes_since(checkpoint.state.inputs)
+    allowed = _require_continuable(checkpoint, config, command, tuple(f"{key}:" for key in moved))
+    compared = {key: names for key, names in changed.items() if not f"{key}:".startswith(allowed)}
+    require_same_files(checkpoint, config, compared, remedy="choose another run.name")
+    return checkpoint
+
+
+def check_resumed(config: Config, command: Command) -> Iterator[str]:
+    """Raise ConfigError if the newest checkpoint cannot be continued with these settings, as `find_checkpoint` does.
+
+    Only its state is read: models and files of other names may be the same ones. Without a checkpoint, yield where the
+    run starts.
+    """
+    paths = RunPaths.of(config.run)
+    require_plugins_of_run(config)
+    if not (steps := complete_steps(paths.checkpoints)):
+        find_checkpoint(config, command)
+        yield f"no checkpoint in {paths.checkpoints}: the run starts from its first step"
+        if not paths.hold_a_run() and (meant := _meant(paths.root)):
+            yield f"warning: --resume: {paths.root} holds no run, but {meant} does; correct run.dir or run.name"
+        return
+    path = checkpoint_dir(paths.checkpoints, steps[-1])
+    try:
+        state = RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        # The run looks through all of it, and says what to do.
+        return
+    models = dict[str, str]()
+    with_models(state.config, lambda name, key: models.setdefault(key, name), judges=True)
+    config = with_models(config, lambda name, key: models.get(key, name), judges=True)
+    section, _ = _TOTAL_STEPS[command](config)
+    if (settings := getattr(config, section)).total_epochs is not None:
+        # How many steps they are is known with the rows.
+        settings = replace(settings, total_epochs=None, total_steps=max(settings.total_steps, state.step))
+        config = replace(config, **{section: settings})
+    changes = differences(state.config, config)
+    named = [f"{key}:" for key, _, now in changes if now and any(fnmatchcase(key, each) for each in FILES)]
+    _require_continuable(Checkpoint(path=path, state=state), config, command, named)
+
+
+def _meant(root: Path) -> Path | None:
+    """Return the directory of a run of which one part of the name is nearly the same, and not another number."""
+    for part in (root.parent, root):
+        with suppress(OSError):
+            for name in get_close_matches(part.name, [each.name for each in part.parent.iterdir()], cutoff=0.7):
+                found = part.with_name(name) / root.relative_to(part)
+                if re.sub(r"\d", "", name) != re.sub(r"\d", "", part.name) and RunPaths(found).hold_a_run():
+                    return found
+    return None
+
+
+def _require_continuable(
+    checkpoint: Checkpoint, config: Config, command: Command, others: Sequence[str]
+) -> tuple[str, ...]:
+    """Raise ConfigError for settings with which a run cannot go on; return the beginnings of those that may change.
+
+    others: beginnings of further ones.
+    """
     if checkpoint.state.command != command:
         raise ConfigError(
             f"{checkpoint.path}: was written by megarl {checkpoint.state.command}, which continues it; "
@@ -122,18 +184,14 @@ def find_checkpoint(
             f"{section}.total_steps: got {total}, expected >= {checkpoint.state.step}, the steps that "
             f"{checkpoint.path} has done"
         )
-    allowed = tuple(f"{key}{end}" for key in CONTINUABLE for end in (":", "."))
-    changed, moved, _ = (files or RunInputs.of(config, command)).changes_since(checkpoint.state.inputs)
-    allowed += tuple(f"{key}:" for key in moved)
+    allowed = (*(f"{key}{end}" for key in CONTINUABLE for end in (":", ".")), *others)
     refused = [change for change in changed_settings(checkpoint.state.config, config) if not change.startswith(allowed)]
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: cannot be continued with other settings: {'; '.join(refused)}; "
             f"restore them, or choose another run.name"
         )
-    compared = {key: names for key, names in changed.items() if not f"{key}:".startswith(allowed)}
-    require_same_files(checkpoint, config, compared, remedy="choose another run.name")
-    return checkpoint
+    return allowed
 
 
 def require_same_files(

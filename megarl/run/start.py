@@ -15,7 +15,7 @@ from megarl.host.streams import print_lines
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
-from megarl.plan.build import derive_run, settle_run
+from megarl.plan.build import derive_run, settle_run, start_warnings
 from megarl.plan.render import derived_lines
 from megarl.plan.supervised import open_task
 from megarl.record.activity import current_activity, doing
@@ -45,7 +45,7 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         files = RunInputs.of(config, "train")
         checkpoint = find_checkpoint(config, "train", resume, files) if resume else None
         with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
-            for warning in inputs.warnings:
+            for warning in (*inputs.warnings, *start_warnings(config)):
                 print_lines(f"warning: {warning}")
             with _heartbeat(recorder, lock, "train"), starting(logs := recorder.paths.logs):
                 from megarl.cluster.cluster import Cluster

@@ -330,7 +330,7 @@ def platform() -> Platform:
     detected = "cuda" if Path("/dev/nvidiactl").exists() and not is_cpu_torch else "cpu"
     name = _assumed or os.environ.get("MEGARL_DEVICE", detected)
     if name not in PLATFORMS:
-        raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")
+        raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}; correct or unset it")
     return PLATFORMS[name]()
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from megarl.config.schema import ActorConfig, LayoutConfig
 from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import RunState, checkpoint_dir, mark_complete
 from megarl.record.inputs import RunInputs
-from megarl.record.metrics import JsonlSink, MetricsRecord, RunPaths, read_metrics
+from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
 from megarl.run.resume import (
     CONTINUABLE,
     changed_settings,
+    check_resumed,
     find_checkpoint,
     require_plugins_of_run,
     resume_notes,
@@ -56,10 +58,17 @@ def save(config: Config, step: int = 4, command: str = "train", *, portable: boo
 
 
 def message(config: Config) -> str:
+    """The first check, which reads no files, refuses the same, unless only names of files have changed."""
     with pytest.raises(ConfigError) as caught:
         find_checkpoint(config, "train")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    told = str(caught.value)
+    assert "\n" not in told
+    if re.search(r"settings: (data.train|reference.model_path): ", told):
+        assert list(check_resumed(config, "train")) == []
+    else:
+        with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+            list(check_resumed(config, "train"))
+    return told
 
 
 def test_the_same_configuration_continues(tmp_path: Path) -> None:
@@ -130,8 +139,28 @@ def test_the_models_of_a_run_are_those_that_it_has_recorded(tmp_path: Path) -> N
     assert with_models_of_run(config(tmp_path, model={"path": "org/tiny@v1"})).model.path == "org/tiny@v1"
 
 
-def test_nothing_to_continue(tmp_path: Path) -> None:
-    assert find_checkpoint(config(tmp_path), "train") is None
+@pytest.mark.parametrize(
+    ("there", "meant"),
+    [("rnus/a", True), ("run/a", True), ("runs/aa", False), ("runs/seed-12", False), ("other/a", False)],
+)
+def test_nothing_to_continue(tmp_path: Path, there: str, meant: bool) -> None:
+    """A run whose name is another only by a slip may be meant; one of another number, or of a short name, not."""
+    (tmp_path / there / "checkpoints/step_000001").mkdir(parents=True)
+    asked = config(tmp_path / "runs", run={"name": "seed-11"} if "seed" in there else {})
+    assert find_checkpoint(asked, "train") is None
+    root = tmp_path / "runs" / asked.run.name
+    first, *warned = check_resumed(asked, "train")
+    assert first == f"no checkpoint in {root}/checkpoints: the run starts from its first step"
+    assert (
+        warned
+        == [f"warning: --resume: {root} holds no run, but {tmp_path / there} does; correct run.dir or run.name"] * meant
+    )
+
+
+@pytest.mark.parametrize("change", [{"trainer": {"total_epochs": 3}}, {"model": {"path": "org/tiny"}}])
+def test_what_is_known_with_models_and_rows_is_compared_then(tmp_path: Path, change: dict[str, Any]) -> None:
+    save(config(tmp_path, model={"path": str(tmp_path)}, trainer={"total_steps": 40}))
+    assert list(check_resumed(config(tmp_path, **({"model": {"path": str(tmp_path)}} | change)), "train")) == []
 
 
 def test_a_finished_run_without_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -396,10 +425,3 @@ def test_a_longer_run_is_told_the_jump_of_its_learning_rate(tmp_path: Path) -> N
     assert not any("learning rate" in note for note in resume_notes(found, lasting(100), RunInputs({})))
     (note,) = [n for n in resume_notes(found, lasting(100, schedule="constant"), RunInputs({})) if "learning rate" in n]
     assert note.endswith(": 0.000247 → 1")
-
-
-def test_a_run_without_a_checkpoint_says_that_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = config(tmp_path)
-    assert find_checkpoint(run, "train") is None
-    place = RunPaths.of(run.run).checkpoints
-    assert capsys.readouterr().out == f"no checkpoint in {place}: the run starts from its first step\n"
