@@ -1,16 +1,16 @@
-"""Whole steps of GRPO: megarl against TRL's GRPOTrainer, each as a run of its own, by turns.
+"""Whole steps of GRPO: megarl, another commit of it and TRL's GRPOTrainer, each as a run of its own, by turns.
 
-    python -m megarl_lab.bench.end_to_end --out DIR --peers .venv-peers/bin/python [--model DIR] [--set KEY=VALUE …]
+    python -m megarl_lab.bench.end_to_end --out DIR [--commit CHECKOUT] [--peers PYTHON] [--set KEY=VALUE …]
 
-`--peers` is an interpreter with trl 1.16 and datasets. Both train the same model in float32 on all cores. Every step
-has the same prompts, as many samples of each, at temperature 1 and with the same limit of tokens, the same reward
-function (the share of digits), and one optimizer step over all samples. The learning rate is so low that responses keep
-their lengths. megarl runs as configs/run/sums-rl.yaml says, which `--set` changes. TRL generates with transformers, in
-one process, with a thread per core and without gradient checkpointing. Times are from the end of one step to the end of
-the next, medians without the first steps; the time to the first step begins before the process. Memory is the peak of
-the proportional set size (PSS) of all processes until the last step's end: megarl then writes a checkpoint, which TRL
-is told not to do. Without `--model`, the tiny model of `tools/make_tiny_model.py` is made, with random weights. Prints
-a table and writes DIR/end_to_end.json.
+CHECKOUT has another commit, which this interpreter runs; PYTHON has trl 1.16 and datasets. All train the same model in
+float32 on all cores. Every step has the same prompts, as many samples of each, at temperature 1 and with the same limit
+of tokens, the same reward function (the share of digits), and one optimizer step over all samples. The learning rate is
+so low that responses keep their lengths. megarl runs as configs/run/sums-rl.yaml says, which `--set` changes. TRL
+generates with transformers, in one process, with a thread per core and without gradient checkpointing. Times are from
+the end of one step to the end of the next, medians without the first steps; the time to the first step begins before
+the process. Memory is the peak of the proportional set size (PSS) of all processes until the last step's end: megarl
+then writes a checkpoint, which TRL is told not to do. Without `--model`, the tiny model of `tools/make_tiny_model.py`
+is made, with random weights. Prints a table and writes DIR/end_to_end.json.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 
+from megarl.record.metrics import read_metrics
 from megarl.record.text_table import align
 from megarl_lab.recipes.prompt_file import write_parquet
 from megarl_lab.recipes.tasks import TASKS
@@ -37,16 +38,13 @@ from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 PEER = Path(__file__).with_name("end_to_end_trl.py")
-OURS, TRL = "megarl", "TRL"
-# Phases by megarl's own names of them; what is left of a step is "other", and TRL's update, which it does not measure.
-PHASES = {"gen": "generate", "reward": "reward", "update_actor": "update", "sync": "sync"}
 # Adding up the pages of many processes is work too.
 SAMPLING_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """Work of both. Each step takes the next prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
+    """Work of all. Each step takes the next prompts of `data`; `rows_per_pass` is TRL's, megarl packs by tokens."""
 
     model: str
     data: str
@@ -61,85 +59,45 @@ class TrainingJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedStep:
-    """A step's end in Unix seconds, its phases in seconds, and its tokens: all, and the generated ones."""
+class TimedRun:
+    """A run: when it began and its steps ended, in Unix seconds, and its memory as pairs of Unix seconds and bytes."""
 
-    time_s: float
-    phases: Mapping[str, float]
-    num_tokens: float
-    response_tokens: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContenderRun:
-    """A contender's run: when it began, its steps, and its memory as pairs of Unix seconds and bytes."""
-
-    contender: str
     began_s: float
-    steps: Sequence[TimedStep]
+    steps: Sequence[float]
     memory: Sequence[tuple[float, int]]
 
     @property
     def peak_bytes(self) -> int:
-        return max((size for at_s, size in self.memory if at_s <= self.steps[-1].time_s), default=0)
+        return max((size for at_s, size in self.memory if at_s <= self.steps[-1]), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
-    """A contender over all of its runs; `shares` are the phases' parts of its steps."""
+    """A contender over all of its runs."""
 
     contender: str
-    step_s: float
     samples_per_s: float
-    tokens_per_s: float
-    response_tokens: float
     first_step_s: float
     peak_gib: float
-    shares: Mapping[str, float]
 
 
-def our_steps(metrics_file: Path, num_rows: int) -> list[TimedStep]:
-    """The steps that megarl has logged."""
-    steps = []
-    for record in map(json.loads, metrics_file.read_text(encoding="utf-8").splitlines()):
-        metrics = record["metrics"]
-        response = metrics["response_length/mean"] * num_rows
-        phases = {name: metrics[f"timing_s/{key}"] for key, name in PHASES.items()}
-        tokens = response + metrics["prompt_length/mean"] * num_rows
-        steps.append(TimedStep(time_s=record["time_s"], phases=phases, num_tokens=tokens, response_tokens=response))
-    return steps
-
-
-def result(runs: Sequence[ContenderRun], num_rows: int, *, skip: int) -> ContenderResult:
+def result(contender: str, runs: Sequence[TimedRun], num_rows: int, *, skip: int) -> ContenderResult:
     """Medians of one contender's runs, without the first `skip` steps of each."""
-    pairs = [(b.time_s - a.time_s, b) for run in runs for a, b in pairwise(run.steps[skip - 1 :])]
-    step_s = statistics.median(seconds for seconds, _ in pairs)
-    phases = {name: statistics.median(step.phases[name] for _, step in pairs) for name in pairs[0][1].phases}
-    rest = "other" if "update" in phases else "update"
-    shares = {name: seconds / step_s for name, seconds in phases.items()}
+    step_s = statistics.median(end - begin for run in runs for begin, end in pairwise(run.steps[skip - 1 :]))
     return ContenderResult(
-        contender=runs[0].contender,
-        step_s=step_s,
+        contender=contender,
         samples_per_s=num_rows / step_s,
-        tokens_per_s=statistics.median(step.num_tokens / seconds for seconds, step in pairs),
-        response_tokens=statistics.median(step.response_tokens for _, step in pairs) / num_rows,
-        first_step_s=statistics.median(run.steps[0].time_s - run.began_s for run in runs),
+        first_step_s=statistics.median(run.steps[0] - run.began_s for run in runs),
         peak_gib=max(run.peak_bytes for run in runs) / 2**30,
-        shares={**shares, rest: max(1 - sum(shares.values()), 0.0)},
     )
 
 
 def table(results: Sequence[ContenderResult]) -> list[str]:
     """A line per contender; the last column compares samples/s with the last contender's."""
-    phases = list(dict.fromkeys(name for each in results for name in each.shares))
-    head = ["", "s/step", "samples/s", "tokens/s", "tokens/sample", "first step s", "peak GiB", *phases, "ratio"]
-    lines = [head]
+    lines = [["", "samples/s", "first step s", "peak GiB", "ratio"]]
     for each in results:
-        shares = [f"{each.shares[name]:.0%}" if name in each.shares else "-" for name in phases]
-        figures = (each.samples_per_s, each.tokens_per_s, each.response_tokens, each.first_step_s)
-        ratio = each.samples_per_s / results[-1].samples_per_s
-        cells = [f"{each.step_s:.3f}", *(f"{figure:.1f}" for figure in figures), f"{each.peak_gib:.2f}"]
-        lines.append([each.contender, *cells, *shares, f"{ratio:.2f}"])
+        figures = (each.samples_per_s, each.first_step_s, each.peak_gib, each.samples_per_s / results[-1].samples_per_s)
+        lines.append([each.contender, *(f"{figure:.2f}" for figure in figures)])
     return align(lines)
 
 
@@ -160,7 +118,7 @@ def pss_bytes(root: int) -> int:
 
 
 def run_process(
-    command: Sequence[str], log: Path, environment: Mapping[str, str]
+    command: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path = REPOSITORY
 ) -> tuple[float, list[tuple[float, int]]]:
     """Run a command to its end; return when it began and its memory over time.
 
@@ -170,7 +128,7 @@ def run_process(
     memory, ended = list[tuple[float, int]](), threading.Event()
     with log.open("w", encoding="utf-8") as output:
         began = time.time()
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=REPOSITORY)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=cwd)
 
         def watch() -> None:
             while not ended.wait(SAMPLING_S):
@@ -186,11 +144,10 @@ def run_process(
     return began, memory
 
 
-def run_ours(job: TrainingJob, out: Path, settings: Sequence[str]) -> ContenderRun:
-    """megarl's run, as `megarl train` with the run file of the built-in sums."""
-    name = out.name
+def run_megarl(job: TrainingJob, out: Path, settings: Sequence[str], checkout: Path) -> TimedRun:
+    """A run of a checkout of megarl, as `megarl train` with its run file of the built-in sums."""
     overrides = [
-        *(f"run.dir={out.parent}", f"run.name={name}", f"model.path={job.model}", "model.dtype=float32"),
+        *(f"run.dir={out.parent}", f"run.name={out.name}", f"model.path={job.model}", "model.dtype=float32"),
         *(f"data.train=[{job.data}]", "data.val=[]", "data.max_prompt_tokens=128", "logging.tensorboard=false"),
         *(f"rollout.num_samples={job.num_samples}", f"rollout.max_response_tokens={job.max_response_tokens}"),
         *(f"trainer.total_steps={job.num_steps}", f"trainer.prompts_per_step={job.prompts_per_step}"),
@@ -198,22 +155,22 @@ def run_ours(job: TrainingJob, out: Path, settings: Sequence[str]) -> ContenderR
         f"rewards.custom={{path: {PEER}, name: share_of_digits}}",
         *settings,
     ]
-    file = str(REPOSITORY / "configs/run/sums-rl.yaml")
+    file = str(checkout / "configs/run/sums-rl.yaml")
     command = [sys.executable, "-m", "megarl.cli", "train", file, *overrides, "--overwrite"]
-    began, memory = run_process(command, out.with_suffix(".log"), os.environ)
-    steps = our_steps(out / "metrics.jsonl", job.prompts_per_step * job.num_samples)
-    return ContenderRun(contender=OURS, began_s=began, steps=steps, memory=memory)
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    began, memory = run_process(command, out.with_suffix(".log"), environment, checkout)
+    steps = [record.time_s for record in read_metrics(out / "metrics.jsonl")]
+    return TimedRun(began_s=began, steps=steps, memory=memory)
 
 
-def run_trl(job: TrainingJob, out: Path, interpreter: str) -> ContenderRun:
+def run_trl(job: TrainingJob, out: Path, interpreter: str) -> TimedRun:
     """TRL's run in its own environment."""
     # Threads are TRL's own choice: one per core.
     hidden = ("OMP_NUM_THREADS", "PYTHONPATH")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    command = [interpreter, str(PEER), json.dumps(asdict(job))]
-    began, memory = run_process(command, out.with_suffix(".log"), environment)
-    steps = [TimedStep(**json.loads(line)) for line in Path(job.log).read_text(encoding="utf-8").splitlines()]
-    return ContenderRun(contender=TRL, began_s=began, steps=steps, memory=memory)
+    began, memory = run_process([interpreter, str(PEER), json.dumps(asdict(job))], out.with_suffix(".log"), environment)
+    steps = [float(line) for line in Path(job.log).read_text(encoding="utf-8").splitlines()]
+    return TimedRun(began_s=began, steps=steps, memory=memory)
 
 
 def make_prompts(directory: Path, count: int) -> Path:
@@ -227,7 +184,8 @@ def make_prompts(directory: Path, count: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--peers", required=True, help="interpreter with trl and datasets")
+    parser.add_argument("--commit", type=Path, metavar="CHECKOUT", help="a checkout of another commit")
+    parser.add_argument("--peers", help="interpreter with trl and datasets")
     parser.add_argument("--model", type=Path, help="Hugging Face directory; the tiny model is made without it")
     parser.add_argument("--prompts", type=int, default=32, help="per step")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
@@ -236,7 +194,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--skip", type=int, default=3, help="first steps that are left out")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each contender, by turns")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of megarl's run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of megarl's runs")
     options = parser.parse_args()
     if not 0 < options.skip < options.steps:
         parser.error("--skip: at least the first step, and fewer than --steps")
@@ -250,7 +208,7 @@ def main() -> None:
         model=str(model.resolve()),
         # Runs that are a step ahead have twice the prompts of a step under way.
         data=str(make_prompts(out / "data", 4 * options.prompts)),
-        log=str(out / "trl.jsonl"),
+        log=str(out / "trl.times"),
         prompts_per_step=options.prompts,
         num_samples=options.samples,
         max_response_tokens=options.response_tokens,
@@ -258,17 +216,20 @@ def main() -> None:
         num_steps=options.steps,
         num_cores=len(os.sched_getaffinity(0)),
     )
-    runs: dict[str, list[ContenderRun]] = {OURS: [], TRL: []}
+    checkouts = {"megarl": REPOSITORY} | ({"commit": options.commit.resolve()} if options.commit else {})
+    runs: dict[str, list[TimedRun]] = {name: [] for name in [*checkouts, *(["TRL"] if options.peers else [])]}
     for i in range(options.rounds):
-        runs[OURS].append(run_ours(job, out / f"megarl-{i}", options.set))
-        runs[TRL].append(run_trl(job, out / f"trl-{i}", options.peers))
-    results = [result(each, num_rows, skip=options.skip) for each in runs.values()]
+        for name, checkout in checkouts.items():
+            runs[name].append(run_megarl(job, out / f"{name}-{i}", options.set, checkout))
+        if options.peers:
+            runs["TRL"].append(run_trl(job, out / f"trl-{i}", options.peers))
+    results = [result(name, each, num_rows, skip=options.skip) for name, each in runs.items()]
     print("\n".join(table(results)))
     record = {
         "job": asdict(job),
         "settings": options.set,
         "results": [asdict(each) for each in results],
-        "runs": [asdict(run) for each in runs.values() for run in each],
+        "runs": {name: [asdict(run) for run in each] for name, each in runs.items()},
     }
     (out / "end_to_end.json").write_text(json.dumps(record), encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
     python end_to_end_trl.py JOB
 
-JOB is JSON with the fields of `end_to_end.Job`. Imports nothing of megarl. A line of JSON per step goes to JOB's `log`.
+JOB is JSON with the fields of `end_to_end.TrainingJob`. Imports nothing of megarl. A step's time goes to JOB's `log`.
 """
 
 import json
@@ -49,46 +49,18 @@ def main() -> None:
     from trl import GRPOTrainer
 
     job = json.loads(sys.argv[1])
-    num_rows = job["prompts_per_step"] * job["num_samples"]
     torch.set_num_threads(job["num_cores"])
     arguments = _arguments(job)
     data = load_dataset("parquet", data_files=job["data"], split="train").select_columns(["prompt"])
     trainer = GRPOTrainer(model=job["model"], reward_funcs=share_of_digits, args=arguments, train_dataset=data)
-    seconds = {"generate": 0.0, "reward": 0.0}
-
-    def timed(name: str, method: str) -> None:
-        original = getattr(trainer, method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                seconds[name] += time.perf_counter() - began
-
-        setattr(trainer, method, call)
-
-    timed("generate", "_generate")
-    timed("reward", "_calculate_rewards")
-    seen = 0.0
 
     class Writer(TrainerCallback):
-        """Writes a step's line when the trainer logs the step."""
+        """Writes the time of a step when the trainer logs the step."""
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            nonlocal seen
-            if "num_tokens" not in logs:
-                return
-            record = {
-                "time_s": time.time(),
-                "phases": dict(seconds),
-                "num_tokens": logs["num_tokens"] - seen,
-                "response_tokens": logs["completions/mean_length"] * num_rows,
-            }
-            seen = logs["num_tokens"]
-            seconds.update(dict.fromkeys(seconds, 0.0))
-            with open(job["log"], "a", encoding="utf-8") as file:
-                print(json.dumps(record), file=file)
+            if "num_tokens" in logs:
+                with open(job["log"], "a", encoding="utf-8") as file:
+                    print(time.time(), file=file)
 
     open(job["log"], "w", encoding="utf-8").close()
     trainer.add_callback(Writer())

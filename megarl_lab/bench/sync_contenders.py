@@ -35,7 +35,7 @@ from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
 from megarl.sync.transport.transports import ProcessPlan, unpack
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
-from megarl_lab.bench.logprobs.memory import ResidentMemory
+from megarl_lab.bench.memory import ResidentMemory
 from megarl_lab.bench.sync_model import NUM_RANKS, Model, RankLayout, check, make_model, one_each, shards
 
 TIMEOUT_S = 300.0

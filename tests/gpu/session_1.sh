@@ -16,13 +16,11 @@
 set -uo pipefail
 # shellcheck source=tests/gpu/session.sh
 source "$(dirname "${BASH_SOURCE[0]}")/session.sh"
-contenders=(recompute_triton keep_triton in_chunk_triton recompute_torch)
-contenders+=(megatron_verl megatron_fused liger_fallback liger_linear cut_cross_entropy gemms)
 step kernels 120 "${pytest[@]}" tests/gpu/test_kernels.py
-requires "megatron.core liger_kernel matplotlib" step head 300 \
-    "$python" -m megarl_lab.bench.logprobs --device cuda --out "$out/head" --contenders "${contenders[@]}"
-show 70
-step distill 150 "$python" -m megarl_lab.bench.distill --device cuda --out "$out/distill.json"
+requires "megatron.core liger_kernel" step head 300 \
+    "$python" -m megarl_lab.bench.head --device cuda --out "$out/head.json"
+show 14
+step distill 150 "$python" -m megarl_lab.bench.head --device cuda --teacher --out "$out/distill.json"
 show 14
 step copies 60 "$python" -m megarl_lab.bench.copies --device cuda --out "$out/copies.json"
 show 8

@@ -68,8 +68,9 @@ A)
     step families 150 "${chosen[@]}"
     ;;
 B)
-    on "$python" -m megarl_lab.bench.logprobs --device cuda --out "$out/head" -- \
-        "$python" -m megarl_lab.bench.logprobs --device cpu --tp 1 --quick --out "$out/head" --contenders recompute keep
+    on "$python" -m megarl_lab.bench.head --device cuda --out "$out/head.json" -- \
+        "$python" -m megarl_lab.bench.head --device cpu --tp 1 --vocab 2048 --rows 256 --hidden 32 --rounds 2 \
+        --out "$out/head.json" --contenders recompute keep
     step head 300 "${chosen[@]}"
     on "$python" -m megarl_lab.bench.copies --device cuda --out "$out/copies.json" -- \
         "$python" -m megarl_lab.bench.copies --device cpu --mib 1 --repeats 2 --out "$out/copies.json"

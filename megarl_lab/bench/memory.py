@@ -2,13 +2,11 @@
 
 import ctypes
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Protocol
 
-import psutil
 import torch
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -16,34 +14,18 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 
-class PeakMemory(ABC):
-    """Bytes used at most since `begin`, over what was used then.
+class PeakMemory(Protocol):
+    """Bytes used at most since `begin`, over what was used then."""
 
-    in_fresh_processes: whether what a process did before would show in its peak.
-    """
-
-    in_fresh_processes: ClassVar[bool]
-
-    def __init__(self) -> None:
-        self._baseline = 0
-
-    @abstractmethod
     def begin(self) -> None:
         """Give back what is free, and take the baseline."""
 
-    @abstractmethod
     def peak_bytes(self) -> int:
-        """The peak since `begin`, over the baseline."""
-
-    @abstractmethod
-    def available_bytes(self, world_size: int) -> int:
-        """Return what each of the ranks can still use."""
+        """Return the peak since `begin`, over the baseline."""
 
 
-class ResidentMemory(PeakMemory):
+class ResidentMemory:
     """The process's resident set, as the kernel counts it."""
-
-    in_fresh_processes = True
 
     def begin(self) -> None:
         gc.collect()
@@ -54,14 +36,9 @@ class ResidentMemory(PeakMemory):
     def peak_bytes(self) -> int:
         return _status_bytes("VmHWM") - self._baseline
 
-    def available_bytes(self, world_size: int) -> int:
-        return psutil.virtual_memory().available // world_size
 
-
-class CudaMemory(PeakMemory):
+class CudaMemory:
     """Memory that torch's allocator handed out on this process's device."""
-
-    in_fresh_processes = False
 
     def begin(self) -> None:
         gc.collect()
@@ -71,9 +48,6 @@ class CudaMemory(PeakMemory):
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated() - self._baseline
-
-    def available_bytes(self, world_size: int) -> int:
-        return torch.cuda.mem_get_info()[0]
 
 
 PEAK_MEMORY: Mapping[str, type[PeakMemory]] = MappingProxyType({"cpu": ResidentMemory, "cuda": CudaMemory})

@@ -1,1 +1,0 @@
-"""Compare heads that compute log-probs: time, memory and exactness."""
