@@ -117,7 +117,7 @@ def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: s
             f"{where}: {num_layers} layers do not split over pp={layout.pp} stages"
             f"{f' of {layout.virtual_pp} chunks' if layout.virtual_pp > 1 else ''} "
             f"(first_stage_layers={layout.first_stage_layers}, last_stage_layers={layout.last_stage_layers}); "
-            f"set {where}.first_stage_layers or last_stage_layers so that the rest divides evenly"
+            f"choose another pp, or set {where}.first_stage_layers or last_stage_layers so that the rest divides evenly"
         )
 
 

@@ -244,10 +244,9 @@ class ClusterConfig:
     # Time without an answer after which a host of a Slurm job counts as lost. A busy host may be silent for seconds:
     # while it locks memory, say, or starts a process. A Ray cluster that is already running has a time of its own.
     node_timeout_s: float = setting(30.0, Range(expected=">= 3", at_least=3.0))
-    # Time after which a rank that waits for others in a collective operation fails. It covers the time by which ranks
-    # read their parts of a checkpoint at different speeds. The only limit that counts the time for which a job is
-    # stopped: where the scheduler suspends jobs, set it above that; rollout.timeout_s, which does not, finds hangs.
-    collective_timeout_s: float = setting(1800.0, POSITIVE)
+    # Time after which a rank that waits for others in a collective operation fails: the last resort, since torch
+    # counts the time for which a scheduler suspends a job. rollout.timeout_s, which does not, finds a hung rank.
+    collective_timeout_s: float = setting(86400.0, POSITIVE)
 
     def check(self, key: str) -> None:
         """Raise ConfigError for hosts that could not join, or that would be lost before this is known."""

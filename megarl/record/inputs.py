@@ -94,7 +94,7 @@ class RunInputs:
     def of(cls, config: Config, command: str) -> "RunInputs":
         """Look at the files that the settings of a command name; one that cannot be read is left to its reader."""
         stock: Stock = {}
-        for key, text in _texts(config):
+        for key, text in texts_of(config):
             readers = next(
                 (own for section, own in _READ_BY.items() if f"{key}.".startswith(f"{section}.")), (command,)
             )
@@ -168,19 +168,19 @@ def _path(name: str, below: str) -> Path:
     return Path(os.path.normpath(Path(name, below)))
 
 
-def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+def texts_of(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield every text of a configuration with its dotted key."""
     if isinstance(value, str):
         yield key, value
     elif is_dataclass(value):
         for each in fields(value):
-            yield from _texts(getattr(value, each.name), f"{key}.{each.name}".lstrip("."))
+            yield from texts_of(getattr(value, each.name), f"{key}.{each.name}".lstrip("."))
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _texts(each, f"{key}.{name}")
+            yield from texts_of(each, f"{key}.{name}")
     elif isinstance(value, Sequence):
         for each in value:
-            yield from _texts(each, key)
+            yield from texts_of(each, key)
 
 
 def _named(text: str, *, is_free: bool) -> list[str]:

@@ -31,6 +31,7 @@ from megarl.host.directory_lock import DirectoryLock
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
 from megarl.record.checkpoints import Command
+from megarl.record.inputs import texts_of
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.load import look_for
@@ -55,7 +56,7 @@ def check_plan(config: Config, command: Command, *, overwrite: bool, resumes: bo
     if not target_in_words():
         # Another place leaves that of a run which starts alone.
         with DirectoryLock(paths.root, command, place=paths.root / f"plan-{os.getpid()}"):
-            _check_machine(config, paths.root)
+            _check_machine(config, command, paths.root)
     if resumes:
         warnings += [line.removeprefix("warning: ") for line in check_resumed(config, command)]
     elif not overwrite and paths.hold_a_run():
@@ -66,7 +67,7 @@ def check_plan(config: Config, command: Command, *, overwrite: bool, resumes: bo
         warnings += _check_models(config, command, "*.safetensors")
     if command == "train":
         _look_for_functions(config, if_there=True)
-    if all(Path(file).is_file() for files in _data(config, command) for file in files):
+    if all(Path(file).exists() for files in _data(config, command) for file in files):
         _check_data(config, command)
     rehearse(config, afresh=True)
     return warnings
@@ -86,7 +87,7 @@ def check_start(config: Config, command: Command, *, overwrite: bool, resumes: b
         print_lines(*check_resumed(config, command))
     elif not overwrite:
         paths.require_unused()
-    _check_machine(config, paths.root)
+    _check_machine(config, command, paths.root)
     # A resumed run pins the commits of models that it began with.
     if not resumes:
         print_lines(*(f"warning: {warning}" for warning in _check_models(config, command, "*")))
@@ -112,7 +113,7 @@ def _check_settings(config: Config, command: str) -> None:
 
 def _look_for_functions(config: Config, *, if_there: bool = False) -> None:
     for function in config.rewards.custom.all_functions().values():
-        if not if_there or Path(function.path).is_file():
+        if not if_there or Path(function.path).exists():
             look_for(Path(function.path), function.name)
 
 
@@ -220,9 +221,14 @@ def _first(rows: RowFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
             break
 
 
-def _check_machine(config: Config, root: Path) -> None:
-    """Raise ConfigError if a tracker's package is missing, or for a disk that cannot take the export of the model."""
+def _check_machine(config: Config, command: Command, root: Path) -> None:
+    """Raise ConfigError for a tracker's package or a key that is missing, or a disk without room for the export."""
     require_trackers(config.logging)
+    asked = [f"rewards.judges.{name}.endpoint" for name in config.rewards.asked_judges()]
+    asked += ["rewards.remote", "rewards.hybrid"] if config.rewards.uses("remote") else []
+    for key, name in texts_of(config) if command == "train" else ():
+        if key.endswith(".api_key_env") and key.startswith(("teacher", *asked)) and not os.environ.get(name):
+            raise ConfigError(f"{key}: {name} is not set; export the key")
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     if config.actor.lora is None and config.trainer.total_steps and weights > free_bytes(root):
         raise ConfigError(

@@ -358,6 +358,12 @@ FIRST_MISTAKES = (
     ("model.dtype=bf16", "model.dtype: got 'bf16' .str., expected one of .*; did you mean 'bfloat16'"),
     ("actor.optimizer.lr=1e-6x", "actor.optimizer.lr: got '1e-6x' .str., expected a finite float; write a number, "),
     ("run.name=7", "run.name: got 7 .int., expected str; put it in quotes, as in '\"7\"'"),
+    (
+        "rewards={manager: judge, judges: {q: {endpoint: {urls: [http://j:1/v1], model: m, api_key_env: NO_KEY}}}}",
+        "rewards.judges.q.endpoint.api_key_env: NO_KEY is not set; export the key",
+    ),
+    ("actor.layout={pp: 5}", "actor.layout: 2 layers do not split over pp=5 stages .*; choose another pp, or set"),
+    ("data.val=[adapters.jsonl]", "adapters.jsonl: is a directory, expected Parquet or JSON lines; name the files"),
     ("trainer={total_steps: 4, total_epochs: 1}", "trainer.total_epochs: got 1 beside trainer.total_steps=4; leave"),
 )
 _ROW = {"prompt": "1+1=", "data_source": "math500", "reward_model": {"ground_truth": "2"}}
@@ -372,6 +378,7 @@ def mistaken(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     os.truncate(weights, weights.stat().st_size - 1)
     for name, text in {
         "adapters/adapter_config.json": "{}",
+        "adapters.jsonl/m.txt": "",
         "m.txt": "",
         "runs/used/metrics.jsonl": "",
         "t.csv": "prompt\n1",

@@ -564,11 +564,14 @@ def test_transformer_engine_does_not_train_in_float32(
         check_sft(config(model__dtype=dtype))
 
 
-def test_large_models_have_half_an_hour_to_start_and_to_wait_for_each_other() -> None:
-    """An engine of 30B loads, compiles and captures graphs; ranks wait in collectives for the slowest to load."""
+def test_large_models_have_half_an_hour_to_start_and_suspended_jobs_a_day() -> None:
+    """An engine of 30B loads, compiles and captures graphs. torch counts the time for which ranks are stopped; the
+    driver's limit, which finds hangs before, does not.
+    """
     cluster = Config().cluster
     assert cluster.node_timeout_s == 30.0
-    assert (cluster.engine_start_timeout_s, cluster.collective_timeout_s) == (1800.0, 1800.0)
+    assert (cluster.engine_start_timeout_s, cluster.collective_timeout_s) == (1800.0, 86400.0)
+    assert Config().rollout.timeout_s < cluster.collective_timeout_s
 
 
 def test_ranks_wait_longer_for_each_other_than_for_a_lost_host_to_be_known() -> None:
