@@ -22,7 +22,8 @@ from megarl.host.stage import process_files, read_foreign
 from megarl.host.streams import print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.parallel.worker import RankWorker
-from megarl.rollout.engine import EngineNodeWorkers, EngineReply, VllmEngine
+from megarl.rollout.engine import EngineReply, VllmEngine
+from megarl.rollout.engine_node import EngineNodeWorkers
 from megarl.rollout.engine_spec import EngineNode, EngineSpec
 from megarl.types.messages import AccumulateRequest, ForwardRequest, ForwardResult, UpdateRequest, UpdateResult
 

@@ -113,7 +113,7 @@ REFUSED: Mapping[str, str] = {
     "disable_log_stats": "RUN/metrics.jsonl has the engines' statistics",
     "skip_tokenizer_init": "rollout.stop needs the tokenizer",
     "worker_extension_cls": "it is megarl's weight sync",
-    "language_model_only": "it is on: prompts are texts, and a vision tower would never be sent",
+    "language_model_only": "it is on unless prompts have images",
     "weight_transfer_config": "megarl syncs weights itself; set sync",
     "distributed_executor_backend": _SEVERAL,
     "nnodes": _SEVERAL,

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments
+from megarl.rollout.images import EnginePrompt, ImagePrompts, text_prompt
 from megarl.rollout.nucleus import head_of, nucleus_of
 from megarl.rollout.prepare import prepare_vllm
 from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper
@@ -33,11 +35,12 @@ from megarl.types import (
     VersionSpan,
     token_versions,
 )
+from megarl.types.images import RowImage
 from megarl.weights.adapters import peft_config
 from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams, TokensPrompt
+    from vllm import RequestOutput, SamplingParams
 
     from megarl.sync.transport.transports import ProcessPlan
 
@@ -61,7 +64,8 @@ class GenerationRequest:
     their number. head_tokens: return so many of the likeliest tokens, too; with a nucleus, those in it. engine: the
     index of the engine that has the keys and values of earlier tokens; None: none has. may_move: whether another engine
     may go on with tokens of this one, which takes a new seed. num_routed: how many of the first `token_ids` have known
-    experts, which the engine leaves out where it captures experts.
+    experts, which the engine leaves out where it captures experts. images: what `token_ids` show. whose: the sample's
+    name, for messages.
     """
 
     token_ids: tuple[int, ...]
@@ -74,6 +78,8 @@ class GenerationRequest:
     engine: int | None = None
     may_move: bool = False
     num_routed: int = 0
+    images: tuple[RowImage, ...] = ()
+    whose: str = "prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +141,17 @@ class VllmEngine:
         self._version = 0
         self._completion = partial(_completion)
         self._adapters = None if spec.lora is None else peft_config(read_model_spec(spec.model_path), spec.lora)
+        self._tower, self._prompt = spec.vision and spec.vision.train, text_prompt
+        if spec.vision is not None:
+            self._prompt = ImagePrompts(self.llm.llm_engine.renderer, Path(spec.vision.store)).prompt
         # vLLM counts them with regard to layers of several kinds.
         kv_tokens = self.llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
-        self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs, kv_tokens=kv_tokens)
+        self._stepper = Stepper(
+            self.llm,
+            max_num_seqs=spec.config.max_num_seqs,
+            kv_tokens=kv_tokens,
+            reads_images=spec.vision is not None,
+        )
 
     def process_ids(self) -> list[int]:
         """Return the ids of this process, and of workers and vLLM's core if they are processes of this host."""
@@ -184,9 +198,9 @@ class VllmEngine:
         work, self._stepper.work = self._stepper.work, EngineWork()
         return work
 
-    def _inputs(self, requests: Sequence[GenerationRequest]) -> "tuple[list[TokensPrompt], list[SamplingParams]]":
+    def _inputs(self, requests: Sequence[GenerationRequest]) -> "tuple[list[EnginePrompt], list[SamplingParams]]":
         """Return the prompts and sampling parameters of requests for vLLM."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # Those of a run have the same distributions recorded, or none, as validations do.
@@ -216,15 +230,21 @@ class VllmEngine:
             )
             for r in requests
         ]
-        return [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests], params
+        return [self._prompt(r.token_ids, r.images, r.whose) for r in requests], params
 
-    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
-        """Return log-probs of each sequence's tokens but the first under the current weights, at temperature 1."""
-        from vllm import SamplingParams, TokensPrompt
+    def prompt_logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[RowImage]] = ()
+    ) -> list[FloatArray]:
+        """Return log-probs of each sequence's tokens but the first under the current weights, at temperature 1.
+
+        images: those that each sequence shows; empty: none does.
+        """
+        from vllm import SamplingParams
 
         # Prompt log-probs make vLLM compute every position, so the prefix cache skips none.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-        prompts = [TokensPrompt(prompt_token_ids=list(s)) for s in sequences]
+        shown = images or [()] * len(sequences)
+        prompts = [self._prompt(s, each, "sequence") for s, each in zip(sequences, shown, strict=True)]
         outputs = self._stepper.finish(prompts, [params] * len(prompts))
         return [
             np.asarray(
@@ -250,7 +270,7 @@ class VllmEngine:
         Raises:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
         """
-        method, further = "load_bridge", {"scales": dict(scales)}
+        method, further = "load_bridge", {"scales": dict(scales), "tower": self._tower}
         if self._adapters is not None:
             method, further = "load_adapters", {"peft": self._adapters}
         arguments = {"transfer": transfer, "with_checksums": with_checksums, **further}
@@ -266,6 +286,9 @@ class VllmEngine:
             # Cached keys and values were computed with the old weights, also those of unfinished requests.
             if not self.llm.reset_prefix_cache(reset_running_requests=busy, reset_connector=True):
                 raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
+            if self._tower not in (None, "none"):
+                # So were the features of images.
+                self.llm.llm_engine.reset_encoder_cache()
             if busy and version != self._version:
                 self._stepper.work.recomputed_tokens += max(self.llm.collective_rpc("reseed"))
             self.llm.update_weight_version(str(version))
@@ -279,7 +302,8 @@ class VllmEngine:
         Weights that no sync sends again are kept in host memory.
         """
         if platform().name in SLEEPING_DEVICES:
-            self.llm.sleep(level=2 if self._adapters is None else 1)
+            keeps = self._adapters is not None or self._tower in ("none", "projector")
+            self.llm.sleep(level=1 if keeps else 2)
 
     def wake(self, parts: Sequence[str]) -> None:
         """Allocate memory again for `weights`, which the next weight sync fills unless they were kept, or for
@@ -292,30 +316,6 @@ class VllmEngine:
         """Stop the engine and the processes it started."""
         self._stepper.close()
         self.llm.llm_engine.engine_core.shutdown()
-
-
-class EngineNodeWorkers:
-    """The workers of an engine on a further one of its nodes; the `VllmEngine` on the first tells them what to do."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        prepare_vllm(spec)
-        from vllm import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        # Defaults depend on the usage, and have to be those of the first node's engine.
-        arguments = EngineArgs(**engine_arguments(spec))
-        config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
-        self._executor = MultiprocExecutor(config, monitor_workers=False)
-        tell_stage("")
-
-    def process_ids(self) -> list[int]:
-        """Return the ids of this process and of its workers."""
-        return [os.getpid(), *(worker.proc.pid for worker in self._executor.workers)]
-
-    def close(self) -> None:
-        """Stop the workers."""
-        self._executor.shutdown()
 
 
 def _completion(output: "RequestOutput", *, truncates: bool = True, has_head: bool = False) -> Completion:

@@ -8,6 +8,7 @@ from megarl.config.schema import Config, EngineConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.host.reading import MODEL_REMEDY, read_object
+from megarl.types.messages import Vision
 from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
 
@@ -24,6 +25,8 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
     "cuda": {},
 }
+# Arguments of engines that read images: `ImagePrompts` keeps these, and videos are never read.
+IMAGES = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
 # The beginning of the names of `rounded_weights`' methods in vLLM.
 ROUNDED = "megarl_"
 
@@ -49,6 +52,7 @@ class EngineSpec:
     sequence in the same way whatever else is in its batch. captures_routing: whether completions say to which experts
     tokens went. binds: whether the engine's process is bound to the CPUs and the memory next to its devices. lora:
     adapters that syncs send alone, and that the engine adds to the weights that it has read; None: syncs send weights.
+    vision: how prompts' images are read, and what of the tower syncs send; None: prompts are texts.
     """
 
     model_path: str
@@ -65,6 +69,7 @@ class EngineSpec:
     binds: bool = False
     node: EngineNode | None = None
     lora: LoraConfig | None = None
+    vision: Vision | None = None
 
 
 def engine_spec(config: Config) -> EngineSpec:
@@ -180,7 +185,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "max_logprobs": max_logprobs(spec),
         "disable_log_stats": True,
         "skip_tokenizer_init": False,
-        "language_model_only": True,  # Prompts have no images, and a sync sends no vision tower.
+        # Texts need no vision tower.
+        **({"language_model_only": True} if spec.vision is None else IMAGES),
         "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
         **_DEFAULTS[device],
         **({"enable_return_routed_experts": True} if spec.captures_routing else {}),

@@ -12,6 +12,7 @@ from megarl.host.device.platform import platform
 from megarl.host.stage import logged_stages, process_files, tell_stage
 from megarl.host.temp_dir import is_private
 from megarl.rollout.engine_spec import EngineSpec, rounding_of
+from megarl.vision.torchvision_part import import_torchvision
 
 
 def prepare_vllm(spec: EngineSpec) -> None:
@@ -23,6 +24,8 @@ def prepare_vllm(spec: EngineSpec) -> None:
         # Kernels read it while they are imported.
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     tell_stage("importing vLLM")
+    if spec.vision is not None:
+        import_torchvision()
     import_vllm()
     if platform().name == "cpu" and spec.config.kv_cache_dtype and not has_float8_keys():
         raise ConfigError(

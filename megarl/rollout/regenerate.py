@@ -17,6 +17,7 @@ from megarl.rollout.vllm_source import Engines
 from megarl.seeds import try_seed
 from megarl.types import Sample, Segment, SegmentSource
 from megarl.types.forks import path_before
+from megarl.types.images import RowImage, images_on
 from megarl.types.turns import try_of
 
 
@@ -24,8 +25,8 @@ from megarl.types.turns import try_of
 class _Span:
     """The tokens [start, end) of a sample's segment that one request sampled from one version of the weights.
 
-    before: the tokens of prompt and response before the span. num_before: those that engines had sampled for the sample
-    when its request began, and those of its request before the span. seed: that of its turn.
+    before: the tokens of prompt and response before the span, which show `images`. num_before: those that engines had
+    sampled for the sample when its request began, and those of its request before the span. seed: that of its turn.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class _Span:
     start: int
     end: int
     before: tuple[int, ...]
+    images: tuple[RowImage, ...]
     num_before: int
     seed: int
 
@@ -47,6 +49,8 @@ class _Span:
             num_before=self.num_before,
             with_nucleus=plan.with_nucleus,
             head_tokens=plan.head_tokens,
+            images=self.images,
+            whose=f"{self.path}: sample {self.sample.uid}/{self.sample.sample_index}",
         )
 
     def compare(self, completion: Completion) -> None:
@@ -77,7 +81,7 @@ class _Span:
 
 def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
     """Yield the spans of a recorded sample: one for each request, and one more after each update during a request."""
-    token_ids, num_read, num_sampled = sample.token_ids, len(sample.prompt_token_ids), 0
+    token_ids, shown, num_read, num_sampled = sample.token_ids, sample.images, len(sample.prompt_token_ids), 0
     tries = () if sample.episode is None else sample.episode.tries
     # Those of the turn under way, and those when the first of the tries began that were written beside it.
     num_own, num_before_tries, turn = 0, 0, 0
@@ -89,7 +93,8 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
         if segment.source is SegmentSource.POLICY:
             updates = (np.flatnonzero(np.diff(segment.weight_versions)) + 1).tolist()
             bounds = [0, *updates, len(segment.token_ids)]
-            before = token_ids[path_before(num_read, sample.forks)].tolist()
+            path_of = path_before(num_read, sample.forks)
+            before, images = token_ids[path_of].tolist(), images_on(shown, path_of)
             for start, end in itertools.pairwise(bounds):
                 yield _Span(
                     path=path,
@@ -98,6 +103,7 @@ def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
                     start=start,
                     end=end,
                     before=(*before, *segment.token_ids[:start].tolist()),
+                    images=images,
                     num_before=num_before_tries + num_own + start,
                     seed=try_seed(sample.seed, try_of(turn, tries)),
                 )

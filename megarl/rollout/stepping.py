@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.rollout.images import EnginePrompt
+
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+    from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestState
 
@@ -104,17 +106,18 @@ class EngineLoad:
 class Stepper:
     """A `vllm.LLM` that several threads share: they wait for their requests, or stop it between two steps.
 
-    kv_tokens: the capacity of its KV cache in tokens.
+    kv_tokens: the capacity of its KV cache in tokens. reads_images: whether prompts are those of `ImagePrompts`.
     """
 
-    def __init__(self, llm: "LLM", *, max_num_seqs: int = 256, kv_tokens: int = 0) -> None:
+    def __init__(self, llm: "LLM", *, max_num_seqs: int = 256, kv_tokens: int = 0, reads_images: bool = False) -> None:
         self._llm, self._max_num_seqs, self._kv_tokens = llm, max_num_seqs, kv_tokens
+        self._reads_images = reads_images
         self._turn, self._counting = threading.Condition(), threading.Lock()
         # Threads that wait for their turn between two steps, or have it.
         self._holders = 0
         self._finished: dict[str, RequestOutput] = {}
         # Unfinished requests by vLLM's ids, and how often each has been tried.
-        self._asked: dict[str, tuple[TokensPrompt, SamplingParams, int]] = {}
+        self._asked: dict[str, tuple[EnginePrompt, SamplingParams, int]] = {}
         # Requests whose outputs `serve` yields: the caller's id by vLLM's.
         self._served: dict[str, int] = {}
         # Requests whose prompts are not computed yet, by vLLM's full ids.
@@ -124,7 +127,7 @@ class Stepper:
         # The adapters that all further requests ask for; None: none.
         self.adapters: LoRARequest | None = None
 
-    def add(self, ids: Sequence[int], prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> None:
+    def add(self, ids: Sequence[int], prompts: "Sequence[EnginePrompt]", params: "Sequence[SamplingParams]") -> None:
         """Queue prompts, each with an id of the caller's, and return at once; `serve` yields their outputs."""
         with self._between_steps():
             self._served |= dict(zip(self._enqueue(prompts, params), ids, strict=True))
@@ -149,7 +152,7 @@ class Stepper:
                 reported_at = time.monotonic()
                 yield part, load
 
-    def finish(self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]") -> "list[RequestOutput]":
+    def finish(self, prompts: "Sequence[EnginePrompt]", params: "Sequence[SamplingParams]") -> "list[RequestOutput]":
         """Wait for all prompts, and return vLLM's outputs in their order."""
         with self._between_steps():
             waiting = {request_id: i for i, request_id in enumerate(self._enqueue(prompts, params))}
@@ -215,9 +218,13 @@ class Stepper:
             self._closed = True
 
     def _enqueue(
-        self, prompts: "Sequence[TokensPrompt]", params: "Sequence[SamplingParams]", tries: int = 1
+        self, prompts: "Sequence[EnginePrompt]", params: "Sequence[SamplingParams]", tries: int = 1
     ) -> list[str]:
-        full = self._llm.enqueue(prompts, params, lora_request=self.adapters, use_tqdm=False)
+        if self._reads_images:
+            # These prompts are what vLLM would make of others.
+            full = self._llm._render_and_add_requests(prompts, params, lora_requests=[self.adapters] * len(prompts))
+        else:
+            full = self._llm.enqueue(prompts, params, lora_request=self.adapters, use_tqdm=False)
         self._prefilling.update(full)
         # vLLM appends a random suffix to the ids that it returns here, but not to those in its outputs.
         names = [name.partition("-")[0] for name in full]

@@ -34,6 +34,7 @@ from megarl.seeds import sample_seed, try_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 from megarl.types.arrays import with_unrouted
 from megarl.types.forks import path_before, path_to
+from megarl.types.images import images_on
 
 
 class Engines(Protocol):
@@ -149,10 +150,11 @@ class VllmSource:
 
 def _request(group: Group, sample: Sample, max_tokens: int, engine: int | None) -> GenerationRequest:
     """Return the request for more of a sample. engine: the one that has its keys and values, if any has."""
-    ids = group.prompt.token_ids
+    ids, images = group.prompt.token_ids, sample.images
     # Most requests are for the prompt of the data, and share its tuple.
     if len(sample.segments) > 1 or group.prompt.environment:
         ids = tuple(sample.context_ids.tolist())
+        images = images_on(images, path_before(sample.num_tokens, sample.forks))
     return GenerationRequest(
         token_ids=ids,
         seed=sample.seed,
@@ -164,6 +166,8 @@ def _request(group: Group, sample: Sample, max_tokens: int, engine: int | None) 
         engine=engine,
         may_move=group.plan.may_move,
         num_routed=_num_routed(sample),
+        images=images,
+        whose=f"sample {sample.uid}/{sample.sample_index}",
     )
 
 

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from megarl.config.vision import TowerPart
 from megarl.errors import WeightSyncError
 from megarl.host.device.gloo import close_gloo
 from megarl.rollout.cpu_patches import repack_cpu_weights
@@ -31,6 +32,7 @@ from megarl.sync.transport.ends import BridgeReceiver
 from megarl.sync.transport.routed import RoutedReceiver
 from megarl.sync.transport.transports import ProcessPlan
 from megarl.weights.adapter_files import PREFIX
+from megarl.weights.towers import is_trained
 
 # This process makes its groups later, and imports its model.
 close_gloo()
@@ -56,15 +58,17 @@ class WeightReceiver:
         self.bridge = BridgeReceiver(process_plan, self.bridge_wire, worker.device)
 
     def load_bridge(
-        self, transfer: int, with_checksums: bool, scales: Mapping[str, float]
+        self, transfer: int, with_checksums: bool, scales: Mapping[str, float], tower: TowerPart | None
     ) -> tuple[dict[str, int], str]:
         """Receive the slices that this worker needs and load them into the model, through tensors of full shape.
+
+        tower: the part of the vision tower that is sent; None: the model has none.
 
         vLLM's loaders expect full tensors and take this worker's slices. With checksums, all other elements are NaN, so
         that a slice that the plan forgot would spoil every answer.
         """
         checksums = dict[str, int]() if with_checksums else None
-        problem = self._load(self._from_bridge(transfer, checksums, scales))
+        problem = self._load(self._from_bridge(transfer, checksums, scales), tower)
         return checksums or {}, problem
 
     def load_adapters(
@@ -116,7 +120,7 @@ class WeightReceiver:
         return self.bridge.wire_bytes
 
     @torch.no_grad()
-    def _load(self, source: Iterator[tuple[str, torch.Tensor]]) -> str:
+    def _load(self, source: Iterator[tuple[str, torch.Tensor]], tower: TowerPart | None = None) -> str:
         """Load Hugging Face tensors into the live model, checking that every parameter was filled.
 
         Returns an error message ("" if all went well). An exception in one of several workers would reach the engine
@@ -130,7 +134,7 @@ class WeightReceiver:
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(source)
-                unfilled = unfilled_layers(model, loaded)
+                unfilled = unfilled_layers(model, loaded, tower)
             except (KeyError, ValueError) as error:
                 problem = f"the engine does not know a tensor that the trainer sent: {error}"
                 # Take part in the rest of the transfer, since the other processes do.
@@ -210,19 +214,24 @@ def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
     return (0, 0) if info.load_numel >= expected else (info.load_numel, expected)
 
 
-def unfilled_layers(model: torch.nn.Module, loaded: Collection[str]) -> list[str]:
+def unfilled_layers(model: torch.nn.Module, loaded: Collection[str], tower: TowerPart | None = None) -> list[str]:
     """List layers whose loaders consumed fewer elements than their parameters hold, as 'name (got/expected)'.
 
-    loaded: the parameters that vLLM's model says it loaded, by which those are judged that are written in place.
+    loaded: the parameters that vLLM's model says it loaded, by which those are judged that are written in place. tower:
+    the part of the vision tower that is sent; the rest keeps what it has.
 
     A layer that is tied to a filled one counts as filled. Call this after loading and before vLLM finalises the reload,
     which resets the counts of complete layers.
     """
     layers = dict(model.named_modules())
     counts = {name: _missing_elements(layer) for name, layer in layers.items()}
+    if tower is not None:
+        trained = tuple(model._language_model_names)  # type: ignore[arg-type]
+        frozen = {name for name in layers if not (name.startswith(trained) or is_trained(name, tower))}
+        counts = {name: each for name, each in counts.items() if name not in frozen or each[0]}
     filled: set[int] = set()
     for name, layer in layers.items():
-        if counts[name] == (0, 0):
+        if counts.get(name) == (0, 0):
             filled |= _storage_of(layer)
     in_place = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in WRITTEN_IN_PLACE]
     return [

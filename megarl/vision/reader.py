@@ -3,18 +3,45 @@
 import io
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
+from megarl.host.reading import reason_of
 from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
 
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
 # Inputs of towers that a process keeps: a screenshot's take 39 MB.
 _KEPT_BYTES = 1 << 30
+# Pillow has further ones, some of which start other programs.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+def open_image(image: bytes, max_pixels: int | None = None) -> "Image":
+    """Decode an image as transformers and vLLM do, upright as its file says.
+
+    Raises ConfigError if it is none, is damaged, or has more pixels than allowed, before these take memory.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        opened = Image.open(io.BytesIO(image), formats=_FORMATS)
+        width, height = opened.size
+        if max_pixels is None or width * height <= max_pixels:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    # Damaged files cause many of Python's errors.
+    except Exception as error:
+        expected = f"expected a whole file of the formats {', '.join(_FORMATS)}"
+        raise ConfigError(f"the image does not open: {reason_of(error)}; {expected}") from error
+    raise ConfigError(
+        f"the image has {width} × {height} pixels, more than data.max_image_pixels={max_pixels}; raise it, or make the "
+        "image smaller"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +53,7 @@ class ImageInputs:
     does not tell.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, "torch.Tensor"]
     token_ids: tuple[int, ...]
     is_feature: tuple[bool, ...]
     grid: tuple[int, int] | None
@@ -40,8 +67,9 @@ class ImageReader:
     """Reads the images of a store for a model, and keeps those that were read last."""
 
     def __init__(self, model: Path, store: ImageStore) -> None:
-        self._model, self._store = model, store
+        self._model = model
         self._kept = OrderedDict[str, ImageInputs]()
+        self.store, self._measured = store, dict[tuple[int, int], ImageInputs]()
         self._loaded: Any = None
 
     @property
@@ -63,15 +91,27 @@ class ImageReader:
             size -= self._kept.popitem(last=False)[1].num_bytes
         return inputs
 
-    def _process(self, digest: str) -> ImageInputs:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+    def measure(self, size: tuple[int, int]) -> ImageInputs:
+        """Return what the model reads of an image of this width and height, without tensors: tokens depend on no more.
 
-        data, processor = io.BytesIO(self._store.read(digest)), self.processor
+        Ranks and engines compare these with those of the image itself.
+        """
+        if size not in self._measured:
+            from PIL import Image
+
+            self._measured[size] = replace(self._inputs(Image.new("RGB", size)), tensors={})
+        return self._measured[size]
+
+    def _process(self, digest: str) -> ImageInputs:
         try:
-            # As transformers and vLLM open images.
-            image = ImageOps.exif_transpose(Image.open(data)).convert("RGB")
-        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"image {digest}: {error}; expected a file that Pillow reads") from error
+            return self._inputs(open_image(self.store.read(digest)))
+        except ConfigError as error:
+            raise ConfigError(f"image {digest}: {error}") from error
+
+    def _inputs(self, image: "Image") -> ImageInputs:
+        import torch
+
+        processor = self.processor
         # Alone, an image processor knows not all of what the whole one does, such as Pixtral's sizes of patches.
         made = processor(text=[processor.image_token], images=[image], add_special_tokens=False, return_tensors="pt")
         (token_ids,) = made["input_ids"].tolist()

@@ -7,12 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megarl.config.generation import Sampling, SyncConfig
+from megarl.errors import DataError
 from megarl.host.store import open_store
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
-from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.engine_spec import EngineSpec, engine_arguments
+from megarl.rollout.images import ImagePrompts
+from megarl.rollout.prepare import prepare_vllm
 from megarl.sync.plan.build import build_plan
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.transport.ends import BridgeSender, holding_of
@@ -20,11 +24,13 @@ from megarl.sync.transport.process_plans import process_plans_of
 from megarl.sync.transport.rendezvous import Rendezvous
 from megarl.sync.transport.routed import RoutedSender
 from megarl.types import FloatArray
+from megarl.types.images import RowImage
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import map_model, weight_specs
 from megarl.weights.slices import Slice
 from tests.e2e.engines import running
 from tests.helpers.rank_pool import RankContext
+from tests.helpers.vision import VisionCase, picture
 
 CPU = torch.device("cpu")
 
@@ -48,29 +54,38 @@ class Followed:
 
 
 def follow(
-    context: RankContext, spec: EngineSpec, trained: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int
+    context: RankContext,
+    spec: EngineSpec,
+    trained: Path,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[tuple[RowImage, ...]] = (),
+    *,
+    max_tokens: int,
 ) -> Followed:
     """Start an engine, and let it take the weights of the checkpoint `trained` over the wires of a run."""
     with running(spec) as engine:
-        before = _score(engine, prompts, max_tokens)
+        before = _score(engine, prompts, images, max_tokens)
         sent, received = _sync(engine, spec, trained, Path(context.directory))
-        return Followed(before=before, after=_score(engine, prompts, max_tokens), sent=sent, received=received)
+        after = _score(engine, prompts, images, max_tokens)
+        return Followed(before=before, after=after, sent=sent, received=received)
 
 
-def _score(engine: VllmEngine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Scored:
-    sampling = Sampling(temperature=1.0)
+def _score(
+    engine: VllmEngine, prompts: Sequence[Sequence[int]], images: Sequence[tuple[RowImage, ...]], max_tokens: int
+) -> Scored:
+    sampling, shown = Sampling(temperature=1.0), images or [()] * len(prompts)
     requests = [
-        GenerationRequest(token_ids=tuple(prompt), seed=i, sampling=sampling, max_tokens=max_tokens)
-        for i, prompt in enumerate(prompts)
+        GenerationRequest(token_ids=tuple(prompt), seed=i, sampling=sampling, max_tokens=max_tokens, images=each)
+        for i, (prompt, each) in enumerate(zip(prompts, shown, strict=True))
     ]
-    return Scored(prompts=engine.prompt_logprobs(prompts), completions=engine.generate(requests))
+    return Scored(prompts=engine.prompt_logprobs(prompts, images), completions=engine.generate(requests))
 
 
 def _sync(
     engine: VllmEngine, spec: EngineSpec, trained: Path, directory: Path
 ) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
     """Let a rank that holds the whole model send all that the engine's workers need."""
-    model, config = read_model_spec(trained), spec.config
+    model, config = read_model_spec(trained, tower=spec.vision and spec.vision.train), spec.config
     specs = weight_specs(model, "float32", by_expert=True)
     slices = whole_slices(model, map_model(sorted(trained.glob("*.safetensors"))))
     needs = engine_needs(model, config.tp, stages=config.pp, expert_parallel=config.expert_parallel)
@@ -110,3 +125,29 @@ def whole_slices(model: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> list[
                 own = whole[placed.expert][first : first + size] if tensor.of_expert else whole
                 views[placed.name(tensor.sent_name)] = own
     return [Slice(tensor=name, index=(), view=view, owned=True) for name, view in views.items()]
+
+
+def compare_tokens(
+    context: RankContext, spec: EngineSpec, family: str, directory: Path, sizes: Sequence[tuple[int, int]]
+) -> list[str]:
+    """Return for which sizes of images an engine's processor makes other tokens than the trainer's, and how it says so.
+
+    The last has a place too few.
+    """
+    prepare_vllm(spec)
+    from vllm import EngineArgs
+    from vllm.renderers import renderer_from_config
+
+    case, wrong = VisionCase(directory / "model", family, directory / "images"), list[str]()
+    renderer = renderer_from_config(EngineArgs(**engine_arguments(spec)).create_engine_config())
+    prompts = ImagePrompts(renderer, case.store.directory)
+    for seed, (width, height) in enumerate(sizes):
+        found = case.reader.read(digest := case.store.put(picture(seed, width, height)))
+        ids, places = [5, 6, *found.token_ids, 7], np.flatnonzero(found.is_feature).astype(np.int32) + 2
+        last = seed == len(sizes) - 1
+        image = RowImage(places=places[: -1 if last else None], digest=digest, grid=found.grid)
+        try:
+            prompts.prompt(ids, [image], f"row {width}x{height}")
+        except DataError as error:
+            wrong.append(str(error))
+    return wrong

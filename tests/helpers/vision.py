@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 from megarl.types import FloatArray, Row
-from megarl.types.images import RowImage
+from megarl.types.forks import Fork
+from megarl.types.images import RowImage, shifted
 from megarl.vision.reader import ImageReader
 from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
@@ -264,6 +265,11 @@ class VisionCase:
         ]
         return [self.row(pieces, seed) for seed, pieces in enumerate(shown)]
 
+    def branches(self) -> list[Row]:
+        """Make two rows that begin alike, with an image, of which one goes on with another; and a third of text."""
+        one, two = ("look ", "A", " what?", 8), ("look ", "A", " what?", 3, "then ", "B", ".", 4)
+        return [self.row(one, 1), self.row(two, 2), self.row(("plain words only", 6), 3)]
+
     def inputs(self, row: Row) -> dict[str, Any]:
         """Return what transformers' model gets for a row; images of one row have one size."""
         shown = torch.zeros(1, row.num_tokens, dtype=torch.long)
@@ -294,18 +300,37 @@ class Answers:
     norm: float
 
 
-def ask_transformers(context: RankContext, family: str, directory: Path) -> Answers:
-    """Run transformers row by row, in a process of its own: there it finds torchvision."""
+def forked(one: Row, other: Row) -> Row:
+    """Return two rows with the same prompt as one that forks after it."""
+    n, images = one.num_prompt_tokens, [each for each in other.images if each.places[0] >= one.num_prompt_tokens]
+    return replace(
+        one,
+        token_ids=np.concatenate([one.token_ids, other.token_ids[n:]]),
+        loss_mask=np.concatenate([one.loss_mask, other.loss_mask]),
+        forks=(Fork(one.num_tokens, n - 1),),
+        images=(*one.images, *shifted(images, one.num_tokens - n)),
+    )
+
+
+def ask_transformers(context: RankContext, family: str, directory: Path, *, forks: bool = False) -> Answers:
+    """Run transformers row by row, in a process of its own: there it finds torchvision.
+
+    forks: return two rows as one that forks.
+    """
     import_torchvision()
     from tests.helpers.family_parity import _gradients, load_transformers
 
     case = VisionCase(directory / "model", family, directory / "images")
-    rows, hf, found = case.rows(), load_transformers(case.path), list[FloatArray]()
+    rows = case.branches() if forks else case.rows()
+    hf, found = load_transformers(case.path), list[FloatArray]()
     num_tokens = sum(row.num_loss_tokens for row in rows)
     for row in rows:
         logprobs = case.logprobs(hf(**case.inputs(row)).logits[0], row)
         (-logprobs.sum() / num_tokens).backward()
         found.append(logprobs.detach().numpy())
+    if forks:
+        (one, other, *rest), (a, b, *others) = rows, found
+        rows, found = [forked(one, other), *rest], [np.concatenate([a, b]), *others]
     norm = math.sqrt(sum(each.grad.square().sum().item() for each in hf.parameters() if each.grad is not None))
     return Answers(
         path=case.path,
@@ -348,3 +373,25 @@ def ask_with_stray_placeholders(
             ).last_hidden_state
             found.append(case.logprobs(hf.lm_head(hidden)[0], rows[-1]).numpy())
     return rows, found
+
+
+def make_rows(context: RankContext, family: str, directory: Path) -> list[Row]:
+    """Make a model, a store, and rows with images, in a process of its own."""
+    import_torchvision()
+    return VisionCase(directory / "model", family, directory / "images").rows()
+
+
+@torch.no_grad()
+def score_sequences(
+    context: RankContext, family: str, directory: Path, model: Path, rows: Sequence[Row]
+) -> list[FloatArray]:
+    """Return what transformers' model in `model` makes of all tokens of rows but the first."""
+    import_torchvision()
+    from tests.helpers.family_parity import load_transformers
+
+    case, hf, found = VisionCase(directory / "model", family, directory / "images"), load_transformers(model), []
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids).long()
+        log_p = hf(**case.inputs(row)).logits[0].float().log_softmax(-1)
+        found.append(log_p[:-1].gather(1, ids[1:, None])[:, 0].numpy())
+    return found

@@ -17,6 +17,7 @@ from megarl.host.device.platform import platform
 from megarl.rollout import prepare
 from megarl.rollout.engine import GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import engine_arguments, engine_spec
+from megarl.rollout.images import text_prompt
 from tests.helpers.small_model import write_config
 from tests.unit.plan.test_experts import EXPERTS
 
@@ -213,7 +214,8 @@ def test_engines_stop_at_texts_that_are_special_tokens() -> None:
     tokenizer.add_tokens([AddedToken("[END]", special=True)])
     sampling = Sampling(temperature=1.0, stop=("[END]",))
     request = GenerationRequest(token_ids=(1,), seed=0, sampling=sampling, max_tokens=9)
-    engine = SimpleNamespace(llm=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 300)))
+    llm = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 300))
+    engine = SimpleNamespace(llm=llm, _prompt=text_prompt)
     _, (params,) = VllmEngine._inputs(cast(VllmEngine, engine), [request])
     asked = SimpleNamespace(request_id="0", prompt_token_ids=[1], sampling_params=params)
     written = tokenizer("1+1[END]", add_special_tokens=False)["input_ids"]

@@ -1,0 +1,101 @@
+"""Engines that read images: log-probs are transformers', also after a sync of the tower, of the same images."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megarl.config.vision import TowerPart
+from megarl.rollout.engine_spec import engine_spec
+from megarl.types.messages import Vision
+from megarl.weights.families import read_model_spec
+from tests.e2e import family_engines
+from tests.e2e.family_engines import compare_tokens
+from tests.e2e.support import small_config
+from tests.e2e.test_family_engines import NATS, trained_copy
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.vision import VISION, make_rows, score_sequences
+
+CASES: list[tuple[str, int, TowerPart]] = [
+    ("qwen3_vl", 1, "all"),
+    ("qwen2_5_vl", 1, "all"),
+    ("qwen2_5_vl", 1, "projector"),
+    ("qwen3_vl", 1, "none"),
+    ("mistral3", 1, "all"),
+    ("qwen3_5", 1, "all"),
+    ("qwen3_vl", 2, "all"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "part"),
+    [pytest.param(*case, marks=[] if i == 0 else pytest.mark.long) for i, case in enumerate(CASES)],
+)
+def test_an_engine_reads_images_as_transformers_do_before_and_after_a_sync(
+    family: str, tp: int, part: TowerPart, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Features of the same images, which it kept, would be those of the tower before."""
+    with RankPool(1, timeout_s=280.0, preloaded=False) as pool:
+        rows = pool.run(make_rows, family, tmp_path)[0]
+        model, trained = tmp_path / "model", trained_copy(tmp_path / "model", tmp_path / "trained")
+        spec = read_model_spec(model, tower=part)
+        assert spec.tower is not None
+        before, moved = load_file(model / "model.safetensors"), load_file(trained / "model.safetensors")
+        sent = [name for name in spec.tower.names if name in spec.expected_tensors()]
+        assert {"none": 0, "projector": 4, "all": 20}[part] <= len(sent)
+        assert all((moved[name] - before[name]).norm() >= 1e-3 * before[name].norm() for name in sent)
+        # What is not sent stays.
+        kept = {name: before[name] for name in spec.tower.names if name not in sent}
+        save_file({**moved, **kept}, trained / "model.safetensors", metadata={"format": "pt"})
+        config = small_config(model, f"rollout.engine.tp={tp}", "rollout.engine.prefix_caching=true")
+        vision = Vision(store=str(tmp_path / "images"), train=part)
+        prompts, images = [row.token_ids.tolist() for row in rows], [row.images for row in rows]
+        engine = replace(engine_spec(config), vision=vision, max_model_tokens=256)
+        found = pool.run(family_engines.follow, engine, trained, prompts, images, max_tokens=12)[0]
+        errors = list[float]()
+        for path, scored in ((model, found.before), (trained, found.after)):
+            # Transformers takes a placeholder that was sampled for that of an image.
+            mark = rows[1].token_ids[rows[1].images[0].places[0]]
+            ended = [[*each.token_ids.tolist(), mark] for each in scored.completions]
+            texts = [each[: each.index(mark)] for each in ended]
+            assert sum(map(len, texts)) > 40
+            whole = [
+                replace(
+                    row,
+                    token_ids=np.concatenate([row.token_ids, np.array(text, np.int32)]),
+                    loss_mask=np.concatenate([row.loss_mask, np.ones(len(text), bool)]),
+                )
+                for row, text in zip(rows, texts, strict=True)
+            ]
+            expected = pool.run(score_sequences, family, tmp_path, path, whole)[0]
+            told = [
+                np.concatenate([prompt, done.logprobs[: len(text)]])
+                for prompt, done, text in zip(scored.prompts, scored.completions, texts, strict=True)
+            ]
+            errors += [float(np.abs(a - b).max()) for a, b in zip(told, expected, strict=True)]
+    record_property("nats", errors)
+    assert max(errors) <= NATS, errors
+    assert found.sent == found.received
+    assert all({*sent} <= sums.keys() and kept.keys().isdisjoint(sums) for sums in found.sent)
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("qwen2_5_vl", 12), *(pytest.param(family, 1000, marks=pytest.mark.long) for family in VISION)],
+)
+def test_trainer_and_engine_read_images_of_any_size_as_the_same_tokens(tmp_path: Path, family: str, count: int) -> None:
+    """Other places are an error that names the row."""
+    sizes = np.random.default_rng(0).integers(8, 400, (count, 2)).tolist()
+    with RankPool(1, timeout_s=580.0, preloaded=False) as pool:
+        pool.run(make_rows, family, tmp_path)
+        spec = replace(engine_spec(small_config(tmp_path / "model")), vision=Vision(store=str(tmp_path / "images")))
+        wrong = pool.run(compare_tokens, spec, family, tmp_path, sizes)[0]
+    width, height = sizes[-1]
+    assert len(wrong) == 1
+    assert re.match(
+        rf"row {width}x{height}: image \w{{64}} has \d+ places from token \d+ on, but the engine reads", wrong[0]
+    )
