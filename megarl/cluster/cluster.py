@@ -105,7 +105,8 @@ class Cluster:
         shared: Sequence[Sequence[int]] = ()
         if with_engine and self._roles and config.placement.mode == "colocated":
             # Engines share the devices of the ranks that make the transfer smallest.
-            spec, engine = read_model_spec(config.model.path), config.rollout.engine
+            spec = read_model_spec(config.model.path, tower=actor_role(config).tower)
+            engine = config.rollout.engine
             sent = plan_input_of(spec, config.model, config.actor, engine, config.sync)
             shared = engine_ranks(sent, engine, config.placement.trainer)
         plan = plan_placement(
@@ -241,8 +242,8 @@ class Cluster:
 
         specs: those of `sent_spec`; by default all of them.
         """
-        engine = self._config.rollout.engine
-        model = sent_spec(self._config.actor.lora, read_model_spec(self._config.model.path))
+        engine, tower = self._config.rollout.engine, actor_role(self._config).tower
+        model = sent_spec(self._config.actor.lora, read_model_spec(self._config.model.path, tower=tower))
         if specs is None:
             specs = weight_specs(model, self._config.model.dtype, by_expert=True)
         return BridgeSync(

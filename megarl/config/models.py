@@ -11,6 +11,7 @@ from megarl.config.optimizer import CriticOptimizerConfig, OptimizerConfig
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, Range, section, setting
 from megarl.config.target import has_package, known_devices, package_version
+from megarl.config.vision import VisionConfig
 from megarl.errors import ConfigError
 from megarl.host.device.accelerators import FP8_RECIPES
 from megarl.host.device.platform import platform
@@ -148,6 +149,7 @@ class ActorConfig(RecomputeConfig):
     moe: MoeConfig = field(default_factory=MoeConfig)
     # Train adapters in place of the weights; null: train the weights.
     lora: LoraConfig | None = section(lambda: None, affects=("engines", "workers"))
+    vision: VisionConfig = field(default_factory=VisionConfig)
     # Matrix products of the layers in float8, with a scale per block (recipes of Transformer Engine); weights, their
     # gradients and the output head stay in model.dtype. blockwise: 128 × 128 weights and 1 × 128 activations, on H100
     # and later; mxfp8: 1 × 32, on B200. null: none.
@@ -166,7 +168,7 @@ class ActorConfig(RecomputeConfig):
 
     def check(self, key: str) -> None:
         """Raise ConfigError for float8 on a machine without it, a dispatcher with nothing to send, prefixes that cannot
-        be shared, and what `recompute` has no use for.
+        be shared, a tower that is trained beside adapters, and what `recompute` has no use for.
         """
         if self.share_prefixes and self.layout.cp > 1:
             raise ConfigError(
@@ -183,6 +185,11 @@ class ActorConfig(RecomputeConfig):
                     f"{key}.layout.cp={self.layout.cp}, where rows share nothing; {remedy}, or set "
                     f"{key}.share_prefixes=true and {key}.layout.cp=1"
                 )
+        if self.lora is not None and self.vision.train != "none":
+            raise ConfigError(
+                f"{key}.vision.train: got {self.vision.train} with {key}.lora, but adapters are trained alone; set it "
+                f"to none, or {key}.lora=null"
+            )
         self.check_recompute(key)
         if self.moe.grouped_gemm is False and "moe_act" in (self.recompute_modules or ()):
             raise ConfigError(

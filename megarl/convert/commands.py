@@ -116,7 +116,7 @@ def write_hf(
             if read_specs(partial / file) != dict(group):
                 raise DataError(f"{partial / file}: its tensors are not those that were planned; convert again")
         _write_companions(source, partial, target, skipped=("*.index.json", FORMAT_FILE))
-        _check_written(partial, open_model(partial).reader.specs, target)
+        _check_written(partial, open_model(partial, tower=source.spec.tower).reader.specs, target)
 
     return _run(source, plan, settings, finish, description, dry_run=dry_run)
 

@@ -13,6 +13,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import STATE_FILE, read_checkpoint
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.rules import TOWER
 from megarl.weights.safetensors_headers import (
     model_files,
     not_expected,
@@ -22,6 +23,7 @@ from megarl.weights.safetensors_headers import (
 )
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import Partition
+from megarl.weights.towers import Tower
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
 _NO_PADDING = 1
@@ -46,10 +48,11 @@ class OpenModel:
     state: tuple[tuple[str, int, int], ...]
 
 
-def open_model(path: Path, model: Path | None = None) -> OpenModel:
+def open_model(path: Path, model: Path | None = None, tower: Tower | None = None) -> OpenModel:
     """Open a Hugging Face directory or a torch_dist checkpoint, reading and checking headers but no tensors.
 
     model: the directory of a torch_dist checkpoint's config.json; None: its own, or the model of its training run.
+    tower: has the part of a vision tower that counts among a Hugging Face directory's weights; None: no part does.
     """
     has_config = (path / "config.json").is_file()
     if (path / METADATA).is_file():
@@ -67,15 +70,16 @@ def open_model(path: Path, model: Path | None = None) -> OpenModel:
     if has_config:
         if model is not None:
             raise ConfigError(f"--model: {path} has a config.json of its own; leave --model out")
-        return _open_hf(path)
+        return _open_hf(path, tower)
     raise ConfigError(
         f"{path}: neither a Hugging Face directory (no config.json) nor a torch_dist checkpoint (no .metadata); of a "
         f"run give RUN/checkpoints/step_N/actor"
     )
 
 
-def _open_hf(path: Path) -> OpenModel:
-    spec = read_model_spec(path, "MODEL", quantized=(MXFP4,))
+def _open_hf(path: Path, tower: Tower | None) -> OpenModel:
+    part = None if tower is None else tower.part
+    spec = read_model_spec(path, "MODEL", quantized=(MXFP4,), tower=part)
     architectures = spec.hf_config.get("architectures", ())
     scalar_head = any(name in spec.family.value_architectures for name in architectures)
     require_equal_copies(path, {} if scalar_head else spec.copies())
@@ -103,6 +107,10 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
     spec = read_model_spec(model, "--model")
     tensors, _ = read_index(path)
     weights = {key: tensor for key, tensor in tensors.items() if not _OPTIMIZER.match(key)}
+    # A run's checkpoint has of a tower what was trained.
+    if of_tower := {key for key in weights if key.startswith(TOWER)}:
+        towers = (spec.with_tower("projector"), spec.with_tower("all"))
+        spec = next((each for each in towers if each.tower and each.tower.trained_names == of_tower), spec)
     if any(".lora." in key for key in weights):
         raise ConfigError(
             f"{path}: holds adapters without their base; `--resume` the run with its total_steps set to this step, and "

@@ -56,7 +56,11 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
 
     model: the directory with the config.json of torch_dist checkpoints that have none.
     """
-    a, b = (open_model(path, None if (path / "config.json").is_file() else model) for path in (first, second))
+    known = [(path, None if (path / "config.json").is_file() else model) for path in (first, second)]
+    a, b = (open_model(*each) for each in known)
+    if (tower := a.spec.tower or b.spec.tower) is not None:
+        # The part that one of them has trained counts in both.
+        a, b = (open_model(*each, tower) for each in known)
     ours, theirs = a.reader.specs, b.reader.specs
     problems = [f"missing: {name} is not in {b.path}" for name in sorted(ours.keys() - theirs.keys())]
     problems += [f"unexpected: {name} is not in {a.path}" for name in sorted(theirs.keys() - ours.keys())]

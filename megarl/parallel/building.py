@@ -16,11 +16,11 @@ from megarl.parallel.model import HEADS, PackedModel
 from megarl.types.messages import Head
 from megarl.vision.reader import ImageReader
 from megarl.weights.families import ModelSpec
+from megarl.weights.rules import TOWER
 from megarl.weights.safetensors_headers import model_files
 from megarl.weights.safetensors_map import map_model
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
 from megarl.weights.tables import VALUE_HEAD
-from megarl.weights.towers import TOWER
 
 
 def named_shards(chunk: PackedModel, *, of_adapters: bool = False) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
@@ -30,10 +30,11 @@ def named_shards(chunk: PackedModel, *, of_adapters: bool = False) -> Iterator[t
     """
     layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
     biases = (named for named in chunk.named_buffers() if named[0].endswith(".router.expert_bias"))
+    trained = chunk.spec.tower.trained_names if chunk.spec.tower is not None else ()
     for name, parameter in itertools.chain(chunk.named_parameters(), biases):
         parts = name.split(".")
-        # A frozen tower stays as it is in the model's files.
-        is_kept = name.startswith(TOWER) and not (chunk.spec.tower and chunk.spec.tower.trained)
+        # A frozen part of a tower stays as it is in the model's files.
+        is_kept = name.startswith(TOWER) and name not in trained
         if ("lora" in parts) is not of_adapters or is_kept:
             continue
         if parts[:2] == ["decoder", "layers"]:

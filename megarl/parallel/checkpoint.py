@@ -39,6 +39,7 @@ from megarl.parallel.backend import accepted
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Role
 from megarl.weights.dist_index import read_metadata
+from megarl.weights.rules import TOWER
 
 # How long to wait before asking again whether all ranks have written a checkpoint.
 _POLL_S = 0.2
@@ -139,7 +140,8 @@ class RankCheckpoints:
             for i, chunk in enumerate(role.chunks):
                 # Transformer Engine would unpickle the extra states, which none of megarl's recipes needs.
                 weights = {key: None if "_extra_state" in key else each for key, each in state[f"model{i}"].items()}
-                missing, unknown = chunk.load_state_dict(weights, strict=role.adapters is None)
+                is_whole = role.adapters is None and chunk.spec.tower is None
+                missing, unknown = chunk.load_state_dict(weights, strict=is_whole)
                 trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
                 assert trained.isdisjoint(missing)
                 assert not unknown
@@ -250,10 +252,13 @@ def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[
 
 def _chunk_states(role: LoadedRole, metadata: Mapping[str, object]) -> dict[str, object]:
     """Describe this rank's shards of what is trained of a role's weights, by model chunk."""
-    states = {}
+    states = dict[str, object]()
     for i, chunk in enumerate(role.chunks):
         # Megatron adds process groups to the copy.
         state = chunk.sharded_state_dict(metadata=dict(metadata))
+        # A frozen part of a tower is read from the model's files.
+        tower = () if chunk.spec.tower is None else chunk.spec.tower.trained_names
+        state = {name: each for name, each in state.items() if name in tower or not name.startswith(TOWER)}
         if role.adapters is not None:
             trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
             state = {name: each for name, each in state.items() if name in trained}

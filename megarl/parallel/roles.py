@@ -12,7 +12,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +37,7 @@ from megarl.vision.reader import ImageReader
 from megarl.vision.store import ImageStore
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.merging import Merger
+from megarl.weights.rules import TOWER
 from megarl.weights.slices import Slice
 
 
@@ -165,10 +171,8 @@ def load_role(
     batch_invariant: whether `make_batch_invariant` was called in this process. base: the role whose frozen weights are
     those of this one.
     """
-    model_spec, reader = read_model_spec(spec.model.path), None
-    if spec.vision is not None:
-        model_spec = model_spec.with_tower(trains=spec.vision.trains)
-        reader = ImageReader(model_spec.path, ImageStore(Path(spec.vision.store)))
+    model_spec = read_model_spec(spec.model.path, tower=spec.tower)
+    reader = None if spec.vision is None else ImageReader(model_spec.path, ImageStore(Path(spec.vision.store)))
     chunks = build_model(
         model_spec,
         spec.model,
@@ -293,12 +297,14 @@ _BUILDERS: dict[str, Callable[..., MegatronOptimizer]] = {
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
     """Build the optimizer of wrapped chunks: no decay of norms and biases, float32 main parameters for bfloat16."""
-    settings = optimizer_settings(config, chunks[0].module.config.params_dtype)
+    settings = MegatronOptimizerConfig(**optimizer_settings(config, chunks[0].module.config.params_dtype))
     for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
-        if config.algorithm == "muon" and name.endswith("value_head.weight"):
-            # Its one row is not a matrix to orthogonalize.
+        # The one row of a value head, and a tower's embeddings of positions, are no matrices to orthogonalize.
+        if config.algorithm == "muon" and name.endswith(("value_head.weight", "pos_embed.weight")):
             parameter.is_embedding_or_output_parameter = True
-    optimizer = _BUILDERS[config.algorithm](MegatronOptimizerConfig(**settings), list(chunks))
+    # A tower's parameters have groups of their own, by a name under which a checkpoint finds them at any rate.
+    groups = {ParamKey(name=f"*{TOWER}*"): {"is_decoupled_lr": True}, **get_standard_config_overrides(settings)}
+    optimizer = _BUILDERS[config.algorithm](settings, list(chunks), groups)
     for group in optimizer.param_groups:
         # Megatron leaves this to its own scheduler, which we do not use.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]

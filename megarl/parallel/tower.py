@@ -27,7 +27,7 @@ from megarl.weights.towers import MRope, Tower
 class VisionTower(torch.nn.Module):
     """The parts of transformers' model but its language model. Its weights are those of the model's files.
 
-    It is frozen, unless `tower` says that it is trained.
+    They are frozen, but for those that `tower` says are trained.
     """
 
     def __init__(self, model: Path, tower: Tower, reader: ImageReader, dtype: torch.dtype) -> None:
@@ -48,7 +48,8 @@ class VisionTower(torch.nn.Module):
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{model}: its vision tower is not that of its config.json: {reason}") from error
-        self.requires_grad_(bool(tower.trained))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(f"tower.{name}" in tower.trained_names)
         asked = inspect.signature(whole.get_image_features).parameters
         self.input_names = frozenset(asked)
 

@@ -241,9 +241,11 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     if request.scale != 1.0:
         for chunk in loaded.ddp:
             chunk.scale_gradients(request.scale)
-    settings = loaded.spec.settings.optimizer
+    settings, tower_lr = loaded.spec.settings.optimizer, loaded.spec.settings.vision.lr
     for group in loaded.optimizer.param_groups:
         group["lr"] = request.lr * group.get("lr_mult", 1.0)
+        if tower_lr is not None and group.get("is_decoupled_lr"):
+            group["lr"] *= tower_lr / settings.lr
         if "betas" in group:
             group["betas"] = request.betas or settings.betas
     clip = settings.clip_grad_norm if request.clip is None else request.clip

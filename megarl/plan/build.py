@@ -178,7 +178,7 @@ def settle_run(
     config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity]
 ) -> tuple[Config, tuple[RoleSpec, ...]]:
     """Return settings and models of a run in which nothing is auto that this machine decides; print what it chose."""
-    specs = {role.role: read_model_spec(role.model.path, model_key(config, role)) for role in roles}
+    specs = {role.role: read_model_spec(role.model.path, model_key(config, role), tower=role.tower) for role in roles}
     config, settled, chosen = settle(config, roles, specs, needed, smallest_device())
     print_lines(*derived_lines(chosen))
     return config, settled
@@ -188,7 +188,7 @@ def derive_run(
     config: Config, roles: Sequence[RoleSpec], needed: Collection[TokenQuantity], *, command: str = "train"
 ) -> tuple[Derived, ...]:
     """Derive what a run on this machine uses for settings that are null. needed: what is computed before updates."""
-    specs = {role.role: read_model_spec(role.model.path, model_key(config, role)) for role in roles}
+    specs = {role.role: read_model_spec(role.model.path, model_key(config, role), tower=role.tower) for role in roles}
     shards = plan_shards(config, roles, specs, needed)
     experts = specs[Role.ACTOR].dims.experts if specs else None
     return derive(config, by_layout(roles), shards, smallest_device(), experts=experts, command=command)

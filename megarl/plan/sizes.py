@@ -79,7 +79,9 @@ def size_run(config: Config, device_bytes: int | None) -> SizedRun:
         # As long as the model itself is not there, its published config.json is enough.
         if published is not None and not (Path(path) / "config.json").is_file():
             path = packaged(published)
-        spec = specs[role.role] = read_model_spec(path, model_key(config, role))
+        # Only weights tell the sizes of a tower.
+        tower = role.tower if any(Path(path).glob("*.safetensors")) else None
+        spec = specs[role.role] = read_model_spec(path, model_key(config, role), tower=tower)
         check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
     config, roles, chosen = settle(config, roles, specs, needed, device_bytes)
     actor, shards = specs[Role.ACTOR], plan_shards(config, roles, specs, needed)
@@ -192,9 +194,13 @@ def most_micro_batches(
 def engine_bytes(config: Config, spec: ModelSpec, num_stages: int) -> int:
     """Count the bytes of weights in the pipeline stage of an engine that has most, on all its devices together.
 
-    Adapters that are kept apart from the weights are counted at the rank that vLLM makes room for.
+    A vision tower is on each stage. Adapters that are kept apart from the weights are counted at the rank that vLLM
+    makes room for.
     """
     dtype_bytes, rounded = DTYPE_BYTES[config.model.dtype], set[str]()
+    if (tower := spec.tower) is not None:
+        # Frozen parts are never sent, but are there.
+        spec = replace(spec, tower=replace(tower, trained=tower.rules))
     stages, lora = engine_needs(spec, 1, stages=num_stages), sent_alone(config.actor.lora)
     if lora is not None:
         slots = adapter_spec(spec, replace(lora, rank=lora.engine_rank, expert_rank=lora.engine_rank))

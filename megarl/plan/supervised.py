@@ -69,7 +69,7 @@ def open_task(command: Command, config: Config) -> tuple[OpenedTask, tuple[Deriv
     """
     opened = SUPERVISED[command](config)
     roles = (opened.task.role, *opened.task.frozen)
-    specs = {role.role: read_model_spec(role.model.path) for role in roles}
+    specs = {role.role: read_model_spec(role.model.path, tower=role.tower) for role in roles}
 
     def shards_of(roles: Sequence[RoleSpec]) -> list[ShardPlan]:
         # A batch has no more micro-batches than rows.
@@ -94,7 +94,7 @@ def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
     opened, chosen = open_task(command, config)
     inputs, task, config = opened.inputs, opened.task, opened.inputs.config
     roles = (task.role, *task.frozen)
-    specs = [read_model_spec(role.model.path) for role in roles]
+    specs = [read_model_spec(role.model.path, tower=role.tower) for role in roles]
     layout = task.role.layout
     # No batch has longer rows than the longest examples.
     lengths = [sum(row.num_tokens for row in inputs.train.rows([i])) for i in range(len(inputs.train))]

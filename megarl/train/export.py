@@ -43,7 +43,7 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
 
     A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` accepts.
     """
-    spec = read_model_spec(role.model.path)
+    spec = read_model_spec(role.model.path, tower=role.tower)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with writing(directory):
@@ -70,7 +70,7 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
 def export_adapters(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
     """Write a role's adapters as PEFT does. The directory appears under its name only once it is complete."""
     assert role.settings.lora is not None
-    spec, partial = read_model_spec(role.model.path), directory.with_name(directory.name + ".partial")
+    spec, partial = read_model_spec(role.model.path, tower=role.tower), directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with writing(directory):
         scalar = role.head is Head.SCALAR

@@ -109,7 +109,7 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
         if role.role is Role.ACTOR:
             continue
         key = model_key(config, role)
-        spec = read_model_spec(role.model.path, key)
+        spec = read_model_spec(role.model.path, key, tower=role.tower)
         check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
         ignored = spec.ignored_tensors()
         if role.head is Head.SCALAR:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.plugins import Plugin, active_plugins
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, RunConfig
+from megarl.config.vision import TowerPart
 from megarl.types import FloatArray
 
 if TYPE_CHECKING:
@@ -57,10 +58,10 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """How a model reads images. store: the directory that has them by digest. trains: whether its tower is trained."""
+    """How a model reads images. store: the directory that has them by digest. train: what is trained of its tower."""
 
     store: str
-    trains: bool = False
+    train: TowerPart = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,11 @@ class RoleSpec:
     @property
     def layout(self) -> LayoutConfig:
         return self.settings.layout
+
+    @property
+    def tower(self) -> TowerPart | None:
+        """Return what is trained of the model's vision tower; None: it reads texts alone."""
+        return None if self.vision is None else self.vision.train
 
     @property
     def replays_routing(self) -> bool:

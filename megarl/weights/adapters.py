@@ -170,4 +170,4 @@ def adapter_spec(spec: ModelSpec, config: LoraConfig) -> ModelSpec:
         expert_rank=config.expert_rank or max(1, config.rank // (experts.per_token if experts else 1)),
     )
     rules = (*adapter_rules(present, config.targets), *(r for r in present if r.tensors[0].name == VALUE_HEAD))
-    return replace(spec, dims=dims, family=replace(spec.family, weights=rules, ignored=()))
+    return replace(spec, dims=dims, family=replace(spec.family, weights=rules, ignored=()), tower=None)

@@ -9,6 +9,7 @@ from typing import Any
 import megarl.weights.dense_families
 import megarl.weights.expert_families
 import megarl.weights.hybrid_families  # noqa: F401
+from megarl.config.vision import TowerPart
 from megarl.errors import ConfigError
 from megarl.host.reading import MODEL_REMEDY, read_object, require_file
 from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
@@ -74,9 +75,9 @@ class ModelSpec:
     logit_cap: float | None = None
     tower: Tower | None = None
 
-    def with_tower(self, *, trains: bool) -> "ModelSpec":
-        """Return the spec of the model that reads images, too. trains: whether the tower is trained."""
-        return replace(self, tower=read_tower(self.path, self.family, self.hf_config, trains=trains))
+    def with_tower(self, part: TowerPart | None) -> "ModelSpec":
+        """Return the spec of the model that reads images. part: what is trained of its tower; None: it reads none."""
+        return self if part is None else replace(self, tower=read_tower(self.path, self.family, self.hf_config, part))
 
     @property
     def weights(self) -> tuple[WeightRule, ...]:
@@ -134,9 +135,11 @@ class ModelSpec:
         """Return the names of tensors that exports have as the model's files do; those that end in a dot are how names
         begin.
         """
-        trained = self.family.vision if self.tower is not None and self.tower.trained else ()
-        kept = (name for name in self.family.untrained if name not in trained)
-        return (*self._extra_prediction_tensors(), *kept)
+        kept = set(self.family.untrained)
+        if self.tower is not None and self.tower.trained:
+            trained = {tensor.name for rule in self.tower.trained for tensor in rule.tensors}
+            kept = (kept - self.family.vision.keys()) | (self.tower.names.keys() - trained)
+        return (*self._extra_prediction_tensors(), *sorted(kept))
 
     def copies(self) -> dict[str, str]:
         """Return the name of each tensor that a checkpoint may contain although it copies another → that one's."""
@@ -234,10 +237,16 @@ def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
     return read_object(file, remedy=MODEL_REMEDY, error=ConfigError)
 
 
-def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Collection[str] = ()) -> ModelSpec:
+def read_model_spec(
+    path: str | Path,
+    key: str = "model.path",
+    *,
+    quantized: Collection[str] = (),
+    tower: TowerPart | None = None,
+) -> ModelSpec:
     """Read and check a model directory's config.json. Errors name it or `key`, which configured the directory.
 
-    quantized: the values of `quant_method` with which the weights may be quantised.
+    quantized: the values of `quant_method` with which the weights may be quantised. tower: as in `with_tower`.
     """
     directory = Path(path)
     file, config = directory / "config.json", read_hf_config(directory, key)
@@ -274,7 +283,7 @@ def read_model_spec(path: str | Path, key: str = "model.path", *, quantized: Col
             score_scale=None if scalar is None else float(scalar) ** -0.5,
             score_cap=config.get("attn_logit_softcapping"),
             logit_cap=config.get("final_logit_softcapping"),
-        )
+        ).with_tower(tower)
     except KeyError as error:
         raise ConfigError(f"{file}: key {error} is missing; it is needed for a {family.name} model") from error
     except (TypeError, ValueError) as error:

@@ -7,6 +7,9 @@ from typing import Any
 
 from megarl.config.lora import Target
 
+# How the names of a vision tower's parameters begin in a model of megarl, then follow those of transformers' model.
+TOWER = "tower.model."
+
 
 class Partition(StrEnum):
     """The way in which Megatron splits a parameter over tensor-parallel ranks."""
@@ -86,6 +89,11 @@ class WeightRule:
     def is_embedding(self) -> bool:
         """Return whether this is the embedding of the vocabulary, with which the first pipeline stage begins."""
         return self.names[0].startswith("embedding.")
+
+    @property
+    def is_of_tower(self) -> bool:
+        """Return whether this is a parameter of a vision tower, which the first pipeline stage has."""
+        return self.names[0].startswith(TOWER)
 
     @property
     def is_router(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import LayoutConfig
@@ -74,6 +74,8 @@ def num_trained_parameters(
     """Count the parameters that are trained on each rank of a pipeline stage: all, or those of adapters."""
     if lora is not None:
         spec = adapter_spec(spec, lora)
+    elif spec.tower is not None:
+        spec = replace(spec, tower=replace(spec.tower, rules=spec.tower.trained))
     return num_stage_parameters(spec, layout, stage, vocab_multiple=vocab_multiple, scalar_head=scalar_head)
 
 
@@ -82,13 +84,14 @@ def num_stage_parameters(
 ) -> NumParameters:
     """Count the parameters on each rank of a pipeline stage.
 
-    The embedding is on the first stage; the final norm and the head are on the last. Tied embeddings need a copy on the
-    last stage unless it is also the first. Replicated parameters count in full on every tensor-parallel rank. Expert
-    parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
+    The embedding and a vision tower are on the first stage; the final norm and the head are on the last. Tied
+    embeddings need a copy on the last stage unless it is also the first. Replicated parameters, such as a tower's,
+    count in full on every tensor-parallel rank. Expert parallelism splits a layer's experts over ranks, and expert
+    tensor parallelism splits each expert.
     """
     counts, sizes = [0, 0], {"vocab": padded_vocab(spec.dims.vocab, layout, vocab_multiple)}
     kinds = Counter(map(spec.dims.kinds_of, stage_layers(layout, spec.dims.num_layers, stage)))
-    for rule in spec.family.weights:
+    for rule in (*spec.family.weights, *(spec.tower.rules if spec.tower is not None else ())):
         names, of_expert = rule.names[0], "{expert}" in rule.names[0]
         size = sum(math.prod(sizes.get(s) or spec.dims.dim(s) for s in tensor.shape) for tensor in rule.tensors)
         if of_expert:
@@ -118,7 +121,7 @@ def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]
 
 
 def is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:
-    if rule.is_embedding:
+    if rule.is_embedding or rule.is_of_tower:
         return stage == 0
     if stage != layout.pp - 1:
         return False

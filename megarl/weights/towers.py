@@ -5,12 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.vision import TowerPart
 from megarl.errors import ConfigError
-from megarl.weights.rules import Family, HFTensor, Partition, WeightRule
+from megarl.weights.rules import TOWER, Family, HFTensor, Partition, WeightRule
 from megarl.weights.safetensors_headers import model_files, read_header
 
-# How the names of its parameters begin in a model of megarl, after which they are those of transformers' model.
-TOWER = "tower.model."
+# The modules that turn a tower's features into what the language model reads.
+_PROJECTORS = frozenset({"merger", "deepstack_merger_list", "multi_modal_projector"})
+
+
+def is_trained(name: str, part: TowerPart) -> bool:
+    """Return whether a parameter of a tower is trained, given its name in a file, in transformers or in vLLM.
+
+    >>> is_trained("visual.merger.norm.weight", "projector"), is_trained("visual.blocks.0.norm1.weight", "projector")
+    (True, False)
+    """
+    return part == "all" or (part == "projector" and not _PROJECTORS.isdisjoint(name.split(".")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +49,28 @@ class MRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
-    """The vision tower of a model. trained: the rules of its parameters, whole on each rank, if it is trained.
+    """The vision tower of a model.
 
+    part: what is trained. rules: those of its parameters, whole on each rank; trained: those of the part.
     names: by the name of each of its tensors in the model's files, that of the parameter in transformers' model.
     """
 
+    part: TowerPart
+    rules: tuple[WeightRule, ...]
     trained: tuple[WeightRule, ...]
     names: Mapping[str, str]
     mrope: MRope | None
 
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Return the names in megarl of the parameters that are trained."""
+        return frozenset(rule.names[0] for rule in self.trained)
 
-def read_tower(directory: Path, family: Family, config: Mapping[str, Any], *, trains: bool) -> Tower:
+
+def read_tower(directory: Path, family: Family, config: Mapping[str, Any], part: TowerPart) -> Tower:
     """Describe the tower in a model's directory. Raise ConfigError if images are not supported for it.
 
-    config: its config.json, with the settings of its language model on top. trains: whether the tower is trained.
+    config: its config.json, with the settings of its language model on top. part: what is trained of the tower.
     """
     if not family.vision:
         reason = family.no_images or "it has no vision tower"
@@ -76,4 +94,10 @@ def read_tower(directory: Path, family: Family, config: Mapping[str, Any], *, tr
                 "the config.json the model was published with"
             )
         mrope = MRope(sections=tuple(sections), interleaved=family.interleaves_mrope)
-    return Tower(trained=tuple(rules) if trains else (), names=names, mrope=mrope)
+    trained = tuple(rule for rule in rules if is_trained(rule.names[0], part))
+    if part != "none" and not trained:
+        raise ConfigError(
+            f"actor.vision.train: got {part}, but the files in {directory} have no such part of a vision tower; use "
+            "those that the model was published with"
+        )
+    return Tower(part=part, rules=tuple(rules), trained=trained, names=names, mrope=mrope)

@@ -2,19 +2,29 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from megarl.config.schema import LayoutConfig, MoeConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
+from megarl.config.vision import TowerPart, VisionConfig
+from megarl.convert.commands import mcore_to_hf
+from megarl.convert.engine import ConvertSettings
+from megarl.convert.verify import verify
+from megarl.types import Row
 from megarl.types.messages import Vision
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import create_model_files, weight_specs
+from megarl.weights.shards import num_stage_parameters
 from tests.helpers.family_parity import assert_rows, run_ranks
 from tests.helpers.hf_models import assert_same_tensors, read_tensors
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.tower_training import TowerCase, train_or_read
 from tests.helpers.vision import VISION, Answers, ask_transformers, ask_with_stray_placeholders
 
 GetPool = Callable[[int], RankPool]
@@ -94,7 +104,7 @@ def test_rows_with_images_equal_transformers(
     pool: GetPool, answers: GetAnswers, tmp_path: Path, family: str, layout: str, recompute: Recompute
 ) -> None:
     expected, chosen = answers(family), LAYOUTS[layout]
-    vision = Vision(store=expected.store, trains=True)
+    vision = Vision(store=expected.store, train="all")
     measured = run_ranks(
         pool(chosen.world_size), expected.path, chosen, tmp_path, expected.rows, MoeConfig(), recompute, vision=vision
     )
@@ -102,14 +112,28 @@ def test_rows_with_images_equal_transformers(
     assert np.concatenate(expected.logprobs).std() > 0.5
     assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
     assert_same_tensors(tmp_path / "weights", expected.path)
-    got = load_file(tmp_path / "gradients/model.safetensors")
+    _assert_gradients(load_file(tmp_path / "gradients/model.safetensors"), expected)
+    assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([expected.norm] * chosen.dp, rel=1e-6)
+
+
+def _assert_gradients(got: dict[str, torch.Tensor], expected: Answers) -> None:
     assert got.keys() == expected.gradients.keys()
     assert len([name for name in got if "vis" in name or "projector" in name]) > 20
     for name, gradient in expected.gradients.items():
         error, largest = float((got[name] - gradient).abs().max()), float(gradient.abs().max())
         # Biases of keys change nothing: their gradients are rounding alone.
         assert error <= max(TOLERANCE * largest, 1e-8), f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
-    assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([expected.norm] * chosen.dp, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.long) for each in VISION if each != "qwen3_5"])
+def test_images_of_branches_are_read_on_these_alone(pool: GetPool, tmp_path: Path, family: str) -> None:
+    """A prompt's image is read once for all branches, and that of a reply in its own."""
+    expected = pool(1).run(ask_transformers, family, tmp_path, forks=True)[0]
+    vision, layout = Vision(store=expected.store, train="all"), LAYOUTS["tp2-sp"]
+    measured = run_ranks(pool(2), expected.path, layout, tmp_path, expected.rows, MoeConfig(), "none", vision=vision)
+    assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
+    _assert_gradients(load_file(tmp_path / "gradients/model.safetensors"), expected)
+    assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([expected.norm], rel=1e-6)
 
 
 def test_a_frozen_tower_reads_images_and_is_not_among_the_weights(
@@ -142,3 +166,48 @@ def test_features_are_not_added_on_a_second_stage(pool: GetPool, answers: GetAns
     vision = Vision(store=given.store)
     with pytest.raises(Exception, match=r"first pipeline stage has 1 layers, but .* each of its first 2"):
         run_ranks(pool(2), given.path, layout, tmp_path, given.rows, MoeConfig(), "none", vision=vision)
+
+
+@pytest.mark.parametrize("part", ["projector", pytest.param("all", marks=pytest.mark.long)])
+def test_what_is_trained_of_a_tower_travels_through_checkpoints(
+    pool: GetPool, answers: GetAnswers, tmp_path: Path, part: TowerPart
+) -> None:
+    """It has a learning rate of its own, by which Adam's first step moves weights; what is frozen stays bit for bit."""
+    given, vision = answers("qwen3_vl"), VisionConfig(train=part, lr=3e-3)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.0)
+    spec, checkpoint = read_model_spec(given.path, tower=part), tmp_path / "checkpoint"
+    checkpoint.mkdir()
+
+    def run(name: str, layout: str, rows: Sequence[Row] | None) -> dict[str, torch.Tensor]:
+        files = create_model_files(tmp_path / name, weight_specs(spec, "float32"))
+        case = TowerCase(
+            model=ModelConfig(path=str(given.path), dtype="float32", vocab_multiple=4),
+            actor=ActorConfig(layout=LAYOUTS[layout], optimizer=optimizer, vision=vision),
+            vision=Vision(store=given.store, train=part),
+            rows=rows,
+            checkpoint=checkpoint,
+            files=[str(file) for file in files],
+        )
+        sizes = pool(2).run(train_or_read, case)
+        counted = [
+            num_stage_parameters(spec, LAYOUTS[layout], stage, vocab_multiple=4).total
+            for stage in range(LAYOUTS[layout].pp)
+        ]
+        assert {*sizes} == {*counted}
+        return load_file(tmp_path / name / "model.safetensors")
+
+    before, after = load_file(given.path / "model.safetensors"), run("trained", "tp2-sp", given.rows)
+    of_tower = {name for name in after if name.startswith("model.visual.")}
+    assert {"merger" in name for name in of_tower} == ({True} if part == "projector" else {True, False})
+    moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
+    assert max(moved[name] for name in of_tower) == pytest.approx(3e-3, rel=1e-2)
+    assert max(moved[name] for name in after.keys() - of_tower) == pytest.approx(1e-3, rel=1e-2)
+    read = run("read", "pp2", None)
+    assert all(torch.equal(read[name], after[name]) for name in after)
+    settings = ConvertSettings(out=tmp_path / "converted", num_workers=1)
+    mcore_to_hf(checkpoint / "actor", settings, model=given.path)
+    assert verify(checkpoint / "actor", settings.out, model=given.path, num_workers=1).problems == ()
+    assert verify(given.path, checkpoint / "actor", model=given.path, num_workers=1).problems
+    converted = read_tensors(tmp_path / "converted")
+    assert converted.keys() == before.keys()
+    assert all(torch.equal(each, after.get(name, before[name])) for name, each in converted.items())

@@ -144,7 +144,7 @@ def run_ranks(
     vision: Vision | None = None,
 ) -> list[Measured]:
     spec = read_model_spec(path)
-    specs = weight_specs(spec if vision is None else spec.with_tower(trains=vision.trains), dtype)
+    specs = weight_specs(spec.with_tower(vision and vision.train), dtype)
     weights, gradients = (create_model_files(target / name, specs) for name in ("weights", "gradients"))
     case = MeasureCase(
         model=ModelConfig(path=str(path), dtype=dtype, vocab_multiple=4),

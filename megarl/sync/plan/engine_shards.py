@@ -69,8 +69,8 @@ def stage_range(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 def _end_stages(rule: WeightRule, spec: ModelSpec, num_stages: int) -> list[int]:
-    """Return the stages that have a parameter of no layer: the embedding, the last norm or the head."""
-    if spec.family.ends_on_every_stage:
+    """Return the stages that have a parameter of no layer: the embedding, the last norm, the head or a tower's."""
+    if spec.family.ends_on_every_stage or rule.is_of_tower:
         return list(range(num_stages))
     if not rule.is_embedding:
         return [num_stages - 1]

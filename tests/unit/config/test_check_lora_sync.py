@@ -12,6 +12,7 @@ from megarl.config.check_model import check_engine_model
 from megarl.config.load import from_dict
 from megarl.config.lora import ENGINE_RANKS, LoraConfig, sent_alone
 from megarl.config.schema import Config
+from megarl.config.setting import check_values
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 
@@ -34,6 +35,21 @@ def test_auto_sends_adapters_alone_on_cuda_only(device: str) -> None:
     assert sent_alone(auto) is (auto if device == "cuda" else None)
     assert sent_alone(adapter) is adapter
     assert sent_alone(merged) is sent_alone(None) is None
+
+
+@pytest.mark.parametrize(
+    ("vision", "message"),
+    [
+        (
+            {"train": "projector"},
+            r"^actor\.vision\.train: got projector with actor\.lora, but adapters are trained alone",
+        ),
+        ({"lr": 1e-5}, r"^actor\.vision\.lr: got 1e-05 with actor\.vision\.train=none; set train to projector or all"),
+    ],
+)
+def test_a_tower_is_not_trained_beside_adapters(vision: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_values(from_dict(Config, {"actor": {"lora": {}, "vision": vision}}), ("actor",))
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)

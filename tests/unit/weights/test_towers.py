@@ -8,9 +8,16 @@ import pytest
 import torch
 import transformers
 
+from megarl.config.layout import LayoutConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.vision import TowerPart
 from megarl.errors import ConfigError
+from megarl.sync.plan.engine_shards import engine_needs
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_headers import not_expected
+from megarl.weights.safetensors_map import untrained_tensors
+from megarl.weights.shards import num_stage_parameters, num_trained_parameters
 from megarl.weights.towers import MRope
 from tests.helpers.hf_models import read_tensors
 from tests.helpers.vision import VISION, make_vision_model
@@ -21,7 +28,7 @@ def test_the_tower_is_what_the_language_model_is_not(tmp_path: Path, family: str
     """Trained, it is expected like the rest, by shape; frozen or unread, it stays as it is."""
     spec = read_model_spec(make_vision_model(tmp_path, family))
     files = read_tensors(tmp_path)
-    whole, frozen = spec.with_tower(trains=True), spec.with_tower(trains=False)
+    whole, frozen = spec.with_tower("all"), spec.with_tower("none")
     shapes = {name: tuple(tensor.shape) for name, tensor in files.items()}
     assert whole.expected_tensors() == shapes
     assert frozen.expected_tensors() == spec.expected_tensors()
@@ -34,6 +41,36 @@ def test_the_tower_is_what_the_language_model_is_not(tmp_path: Path, family: str
     assert whole.tower is not None
     held = {each.removeprefix("model.") for each in _names_in_transformers(tmp_path)}
     assert {*whole.tower.names.values()} == {name for name in held if not name.startswith("language_model.")}
+
+
+@pytest.mark.parametrize(
+    ("part", "named"), [("none", ()), ("projector", ("merger", "multi_modal_projector")), ("all", ("",))]
+)
+@pytest.mark.parametrize("family", VISION)
+def test_a_part_of_a_tower_is_trained_counted_and_sent(
+    tmp_path: Path, family: str, part: TowerPart, named: tuple[str, ...]
+) -> None:
+    """All of a tower is on the first stage; its trained part is among the weights, and the rest is kept."""
+    model = make_vision_model(tmp_path, family)
+    text, spec, files = read_model_spec(model), read_model_spec(model, tower=part), read_tensors(model)
+    of_tower = files.keys() - text.expected_tensors().keys()
+    trained = {name for name in of_tower if any(each in name for each in named)}
+    assert bool(trained) == (part != "none")
+    assert spec.expected_tensors().keys() - text.expected_tensors().keys() == trained
+    kept = untrained_tensors(spec).keys()
+    assert kept == of_tower - trained
+    size = {name: each.numel() for name, each in files.items()}
+    layout = LayoutConfig(pp=2, first_stage_layers=2)
+    held, moved, texts = (
+        [count(each, layout, stage, vocab_multiple=1).total for stage in range(2)]
+        for count, each in ((num_stage_parameters, spec), (num_trained_parameters, spec), (num_stage_parameters, text))
+    )
+    assert held == [texts[0] + sum(size[name] for name in of_tower), texts[1]]
+    assert moved == [texts[0] + sum(size[name] for name in trained), texts[1]]
+    # vLLM has the tower on every stage.
+    needs = engine_needs(spec, 2, stages=2)
+    assert all({name for name in each if name in of_tower} == trained for each in needs)
+    assert all(name not in adapter_spec(spec, LoraConfig()).expected_tensors() for name in of_tower)
 
 
 def _names_in_transformers(path: Path) -> list[str]:
@@ -50,7 +87,7 @@ def test_models_without_a_tower_that_is_read_are_refused(tmp_path: Path) -> None
     ):
         spec = read_model_spec(configs / name)
         with pytest.raises(ConfigError, match=f"family {spec.family.name} cannot read images here: {reason}"):
-            spec.with_tower(trains=False)
+            spec.with_tower("none")
 
 
 # Its sizes on Hugging Face, with the language model's beside the tower's, as files before transformers 4.52 have them.
@@ -107,4 +144,4 @@ def test_m_rope_without_sections_is_refused(tmp_path: Path) -> None:
     config["text_config"]["rope_parameters"].pop("mrope_section")
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="rope key mrope_section: got None, expected three numbers"):
-        read_model_spec(path).with_tower(trains=False)
+        read_model_spec(path).with_tower("none")
