@@ -10,8 +10,12 @@ import re
 import sys
 from collections.abc import Collection
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
 from megarl.errors import ConfigError
+from megarl.host.masking import masked
 
 ALLOWED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ"),
@@ -27,6 +31,7 @@ ALLOWED = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT"),
     *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "MEGARL_RUN_ID", "MEGARL_DEVICE", "MEGARL_UMASK"),
 )
+_HERE = ("localhost", "127.0.0.1", "::1")
 # Python then looks for modules neither in the current directory nor in that of its script.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # A pattern must not let these through, as in VLLM_API_KEY.
@@ -47,13 +52,31 @@ def require_assertions() -> None:
         )
 
 
+def asks_proxy(url: str, key: str) -> bool:
+    """Return whether a client may ask a proxy for a URL, which it does neither on this host nor where NO_PROXY says so.
+
+    httpx wants the package for SOCKS even then, and reads more forms of NO_PROXY where this is true. Raises ConfigError
+    without that package; `key` is the setting with the URL.
+    """
+    place, proxies = urlsplit(url), getproxies_environment()
+    if place.hostname in _HERE or proxy_bypass(place.netloc.rpartition("@")[2]):
+        return False
+    socks = [name for name in ("http", "https", "all") if proxies.get(name, "").startswith("socks")]
+    if socks and find_spec("socksio") is None:
+        raise ConfigError(
+            f"{key}: {masked(url)} is asked through {socks[0].upper()}_PROXY, a SOCKS proxy, for which the package "
+            "socksio is missing; run pip install socksio, or name the host in NO_PROXY"
+        )
+    return bool(proxies.keys() - {"no"})
+
+
 def without_proxy_here() -> dict[str, str]:
     """Return variables by which no client asks a proxy for this host.
 
     The names are those that every client reads: `127.0.0.0/8`, for example, only some do.
     """
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    names = [name for name in (*given.split(","), "localhost", "127.0.0.1", "::1") if name.strip()]
+    names = [name for name in (*given.split(","), *_HERE) if name.strip()]
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(dict.fromkeys(name.strip() for name in names)))
 
 

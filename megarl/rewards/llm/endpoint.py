@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, LargeReplyError, RunError
+from megarl.host.child_environment import asks_proxy
 from megarl.host.clock import awake_s
 from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text
@@ -42,6 +43,7 @@ class EndpointCompletions:
     def __init__(self, cfg: JudgeConfig, *, name: str, urls: tuple[str, ...] = (), api_key: str | None = None) -> None:
         """Open the clients without asking anything; `urls` and `api_key` replace those of the configuration."""
         # The package takes more than a second to import.
+        import httpx2
         import openai
 
         key, endpoint = f"rewards.judges.{name}", cfg.endpoint
@@ -50,7 +52,10 @@ class EndpointCompletions:
         if not api_key:
             raise ConfigError(f"{key}.endpoint.api_key_env: {endpoint.api_key_env} is not set; export the key")
         self._cfg, self._key, self._model = cfg, key, endpoint.model
-        self._http = openai.DefaultAsyncHttpxClient(trust_env=endpoint.use_proxy and not urls, event_hooks=BOUNDED)
+        others = endpoint.urls if endpoint.use_proxy and not urls else ()
+        asks = any(asks_proxy(url, f"{key}.endpoint.urls") for url in others)
+        direct = None if asks else httpx2.AsyncHTTPTransport(limits=openai.DEFAULT_CONNECTION_LIMITS)
+        self._http = openai.DefaultAsyncHttpxClient(transport=direct, event_hooks=BOUNDED)
         self._clients: dict[str, AsyncOpenAI] = {
             url: openai.AsyncOpenAI(
                 base_url=url,

@@ -289,7 +289,12 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_server_by_http() -> None:
+def test_a_server_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this host it is asked directly, whatever proxies there are elsewhere."""
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+
     async def talk(environments: Sequence[McpEnvironment]) -> None:
         (tools,) = environments
         assert text((await say(tools, call("add", a=20, b=22)))[0]) == "42"

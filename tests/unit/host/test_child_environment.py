@@ -6,7 +6,12 @@ import httpx
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.host.child_environment import child_environment, limit_environment, without_proxy_here
+from megarl.host.child_environment import (
+    asks_proxy,
+    child_environment,
+    limit_environment,
+    without_proxy_here,
+)
 
 USERS = {
     "HF_TOKEN": "a",
@@ -73,6 +78,37 @@ def test_no_client_asks_a_proxy_for_this_host(given: str | None, url: str, monke
     client = httpx.Client(verify=False)
     assert client._transport_for_url(httpx.URL(url)) is client._transport
     assert client._transport_for_url(httpx.URL("http://elsewhere.example")) is not client._transport
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "asks"),
+    [
+        ("http://judge/v1", {}, False),
+        ("http://judge/v1", {"HTTP_PROXY": "http://proxy:1"}, True),
+        ("http://judge/v1", {"ALL_PROXY": "http://proxy:1", "NO_PROXY": "judge"}, False),
+        ("http://a.judge:8/v1", {"HTTP_PROXY": "http://proxy:1", "NO_PROXY": ".judge"}, False),
+        ("http://localhost:8/v1", {"ALL_PROXY": "socks5://proxy:1"}, False),
+        ("http://judge/v1", {"ALL_PROXY": "socks5://proxy:1", "NO_PROXY": "judge"}, False),
+        ("http://judge/v1", {"ALL_PROXY": "socks5://proxy:1"}, None),
+        # httpx opens all of them.
+        ("http://judge/v1", {"HTTP_PROXY": "http://proxy:1", "HTTPS_PROXY": "socks5h://proxy:1"}, None),
+    ],
+)
+def test_who_is_asked_through_a_proxy(
+    url: str, given: dict[str, str], asks: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.upper().endswith("_PROXY")]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("megarl.host.child_environment.find_spec", lambda _: None)
+    if asks is None:
+        with pytest.raises(
+            ConfigError, match=r"^k: http://judge/v1 is asked through .* SOCKS .*; run pip install socksio"
+        ):
+            asks_proxy(url, "k")
+    else:
+        assert asks_proxy(url, "k") is asks
 
 
 def test_what_keeps_megarls_processes_from_a_users_files_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
