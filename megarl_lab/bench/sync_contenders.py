@@ -1,8 +1,7 @@
 """One rank of a weight sync, for megarl_lab.bench.sync: waits for its peers, moves the weights, reports as JSON.
 
-Plans are made before the clock starts. All contenders begin with the same shards and end with the same. Sinks keep
-shards, into which what arrives is copied; "full shape" is how an engine gets it (`BridgeReceiver`): in tensors of full
-shape of which the receiver copies its part, as a loader does.
+Plans are made before the clock starts. All contenders begin with the same shards and end with the same. megarl's
+receivers get tensors of full shape, as engines do (`BridgeReceiver`), and copy their part out of them, as loaders do.
 """
 
 import functools
@@ -32,7 +31,7 @@ from megarl.sync.transport.ends import BridgeReceiver, BridgeSender
 from megarl.sync.transport.process_plans import process_plans_of
 from megarl.sync.transport.rendezvous import Rendezvous
 from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
-from megarl.sync.transport.transports import ProcessPlan, unpack
+from megarl.sync.transport.transports import ProcessPlan
 from megarl.weights.boxes import Box, Index, slices_of
 from megarl.weights.slices import Slice
 from megarl_lab.bench.memory import ResidentMemory
@@ -68,7 +67,6 @@ class RankResult:
     messages: int
     staging_bytes: int
     seconds: float
-    plan_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +100,11 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
     )
 
 
-def bridge(transport: str, rank: Rank, *, full_shape: bool = False) -> SyncContender:
+def bridge(transport: str, rank: Rank) -> SyncContender:
     """megarl's plan, its ends and a transport. Local parts are copied from shard to shard."""
-    plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{transport}-{full_shape}"
+    plan = plan_of(rank.model, rank.job.bucket_bytes)
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
-    outgoing, source, incoming, receiver = _ends(rank, plan, label, transport)
+    outgoing, source, incoming, receiver = _ends(rank, plan, transport)
     sender = BridgeSender(outgoing, source)
     slices = [
         Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
@@ -126,35 +124,13 @@ def bridge(transport: str, rank: Rank, *, full_shape: bool = False) -> SyncConte
         sending.start()
         for target, mine in local:
             target.copy_(mine)
-        if full_shape:
-            for name, tensor in whole.receive(turn):
-                for target, index in loads[name]:
-                    target.copy_(tensor[index])
-        else:
-            receiver.start(turn)
-            receive(receiver, incoming.messages, rank.got, wanted)
+        for name, tensor in whole.receive(turn):
+            for target, index in loads[name]:
+                target.copy_(tensor[index])
         sending.join()
 
     received = sum(message.num_bytes for message in incoming.messages)
     return SyncContender(sync=sync, traffic=lambda: (received, len(outgoing.messages)))
-
-
-def receive(
-    receiver: RoutedReceiver,
-    messages: Sequence[WeightMessage],
-    got: Mapping[str, torch.Tensor],
-    wanted: Mapping[str, Box],
-) -> None:
-    """All messages of a transfer, bucket by bucket, straight into shards."""
-    buckets = [list(each) for _, each in itertools.groupby(messages, key=lambda message: message.bucket)]
-    for bucket, following in itertools.zip_longest(buckets, buckets[1:], fillvalue=()):
-        receiver.expect([*bucket, *following])
-        for message in bucket:
-            end = receiver.end_of(message)
-            targets = (got[p.tensor][slices_of(p.box, wanted[p.tensor])] for p in message.parts)
-            for _ in unpack(end.receive(message).data, targets):
-                pass
-            end.release(message)
 
 
 def loads_of(
@@ -168,17 +144,15 @@ def loads_of(
     return loads
 
 
-def _ends(
-    rank: Rank, plan: Plan, name: str, transport: str
-) -> tuple[ProcessPlan, RoutedSender, ProcessPlan, RoutedReceiver]:
+def _ends(rank: Rank, plan: Plan, transport: str) -> tuple[ProcessPlan, RoutedSender, ProcessPlan, RoutedReceiver]:
     """Both ends of this process, which are members of their own: for gloo each process is a host."""
     job, timeout = rank.job, timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timeout)
     if rank.number == 0:
         # One for every bridge, as in a run: two groups cannot meet at the same keys.
         _stores.append(open_store("127.0.0.1"))
-        store.set(f"port of {name}", str(_stores[-1].port))
-    port = int(store.get(f"port of {name}"))
+        store.set(f"port of {transport}", str(_stores[-1].port))
+    port = int(store.get(f"port of {transport}"))
 
     shares = process_plans_of(
         replace(plan, messages=tuple(message for message in plan.messages if not message.local)),
@@ -193,7 +167,7 @@ def _ends(
         hosts=["here" if transport == "shared_memory" else f"host {i % NUM_RANKS}" for i in range(2 * NUM_RANKS)],
         num_ranks=NUM_RANKS,
         beside={},
-        segments=Path(job.directory) / name,
+        segments=Path(job.directory) / transport,
     )
     outgoing, incoming = shares[rank.number], shares[NUM_RANKS + rank.number]
     with ThreadPoolExecutor(2) as pool:
@@ -251,41 +225,10 @@ def _module(rank: Rank, parts: Mapping[str, torch.Tensor], layout: RankLayout) -
     return module
 
 
-def all_gather(rank: Rank) -> SyncContender:
-    """Every tensor gathered in the groups that have it and broadcast to all others; each rank keeps its part."""
-    model, wanted = rank.model, rank.model.wanted(rank.number)
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in model.source.groups}
-    to_all, received = dist.new_group(list(range(NUM_RANKS))), 0
-    for name, spec in model.specs.items():
-        holders = model.source.holders(model.layers[name], model.num_layers)
-        mine = any(rank.number in ranks for ranks in holders)
-        # A broadcast reaches those who have the tensor too; what counts is what they lack.
-        received += spec.num_bytes * (model.source.tp - 1) // model.source.tp if mine else spec.num_bytes
-
-    def sync() -> None:
-        for name, spec in model.specs.items():
-            holders = model.source.holders(model.layers[name], model.num_layers)
-            own = next((ranks for ranks in holders if rank.number in ranks), None)
-            if own is None:
-                full = torch.empty(spec.shape, dtype=spec.dtype)
-            else:
-                gathered = [torch.empty_like(rank.held[name]) for _ in own]
-                dist.all_gather(gathered, rank.held[name], group=groups[own])
-                full = torch.cat(gathered, dim=model.axes[name])
-            if model.source.stages:
-                dist.broadcast(full, src=holders[0][0], group=to_all)
-            rank.got[name].copy_(full[slices_of(wanted[name])])
-
-    return SyncContender(sync=sync, traffic=lambda: (received, len(model.specs)))
-
-
 CONTENDERS: dict[str, Callable[[Rank], SyncContender]] = {
     "megarl, shared memory": functools.partial(bridge, "shared_memory"),
-    "megarl, shared memory, full shape": functools.partial(bridge, "shared_memory", full_shape=True),
     "megarl, gloo": functools.partial(bridge, "gloo"),
-    "megarl, gloo, full shape": functools.partial(bridge, "gloo", full_shape=True),
     "megatron-core": megatron,
-    "all-gather": all_gather,
 }
 
 
@@ -306,12 +249,10 @@ def run(job: SyncJob, number: int) -> dict[str, RankResult]:
     if "megatron-core" in job.contenders:
         # Its imports take longer than its plan.
         importlib.import_module("megatron.core.resharding.planner")
-    contenders, plan_seconds = dict[str, SyncContender](), dict[str, float]()
+    contenders = dict[str, SyncContender]()
     for name in job.contenders:
         dist.barrier()
-        began = time.perf_counter()
         contenders[name] = CONTENDERS[name](rank)
-        plan_seconds[name] = time.perf_counter() - began
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     dist.barrier()
     memory = ResidentMemory()
@@ -333,7 +274,6 @@ def run(job: SyncJob, number: int) -> dict[str, RankResult]:
             messages=contender.traffic()[1],
             staging_bytes=staging,
             seconds=statistics.median(seconds[name][1:] or seconds[name]),
-            plan_seconds=plan_seconds[name],
         )
         for name, contender in contenders.items()
     }

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from megarl.report.style import INK, color_of, figure_style, save_png
 from megarl_lab.comparison.statistics import Spread, spread_of
 from megarl_lab.study.leak import Behavior, Policy
-from megarl_lab.study.tables import markdown_table
 
 # Measures, and what they say in a panel's title.
 PANELS = {
@@ -56,10 +55,10 @@ def _markdown(policies: Sequence[Policy]) -> Iterator[str]:
 
     steps = {name: max(policy.step for policy in policies if policy.name == name) for name in names}
     begun = [row("before", 0, first, policy.name) for policy in first]
-    yield from markdown_table(
-        ["algorithm", "step", "seeds", *measures],
-        [*begun, *(row(name, steps[name], policies, name) for name in names)],
-    )
+    ended = (row(name, steps[name], policies, name) for name in names)
+    head = ["algorithm", "step", "seeds", *measures]
+    for each in (head, ["---"] * len(head), *begun, *ended):
+        yield f"| {' | '.join(each)} |"
 
 
 def _text(spread: Spread | None) -> str:
