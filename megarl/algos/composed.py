@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megarl.algos import centering, cpo, distill, off_policy_losses  # noqa: F401 - the last one fills a registry
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
@@ -34,6 +36,7 @@ from megarl.types import (
     ScoredBatch,
     TokenQuantity,
 )
+from megarl.types.rows import OBSERVED
 
 _KL_QUANTITIES: Mapping[str, frozenset[TokenQuantity]] = {
     "none": frozenset(),
@@ -51,7 +54,8 @@ class ComposedAlgorithm:
     """A policy-gradient algorithm made of the choices in an `AlgoConfig`; it implements `megarl.types.Algorithm`.
 
     loss = agg(policy loss × correction) + kl_coef·agg(KL) − entropy_coef·agg(entropy), where the KL term exists only
-    with kl.where=loss or both. With off_policy.loss=sft, an imitation loss is added.
+    with kl.where=loss or both. With off_policy.loss=sft, an imitation loss is added; with echo_coef, ECHO's
+    (arXiv:2605.24517), −echo_coef · mean of logprobs over what environments said, in rows' quantity `observed`.
     horizon_tokens: a fixed length by which some aggregations divide. vocab_size: needed only for CPO, where
     formulas may compare a token's entropy with its maximum, ln(vocab_size). mini_batch_prompts: as in `ShapingInputs`.
     """
@@ -90,6 +94,7 @@ class ComposedAlgorithm:
             TokenQuantity.REF_LOGPROBS,
         }
         quantities |= distill.LOSS_QUANTITIES | ({"rollout_logprobs", "clip_bounds"} & set(self._policy_loss.reads))
+        quantities |= {OBSERVED} if self.cfg.echo_coef else set()
         return frozenset(quantities | (cpo.LOSS_QUANTITIES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
     def requires(self) -> frozenset[TokenQuantity]:
@@ -169,17 +174,22 @@ class ComposedAlgorithm:
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Compute a mini-batch's denominators by name. `loss` is that of the configured aggregation. The others are
-        numbers of tokens: all loss tokens, those that the policy wrote, demonstration tokens, and imitated tokens.
+        numbers of tokens: all loss tokens, those that the policy wrote, demonstration tokens, imitated tokens, and
+        what environments said.
         """
         counts = count_mixed(trained_rows(rows, self.cfg.off_policy), self.cfg.off_policy)
         aggregation = AGGREGATIONS.get(self.cfg.aggregation)
-        return {
+        found = {
             "loss": global_denominator(aggregation, counts.policy_loss, horizon_tokens=self.horizon_tokens),
             "tokens": float(max(counts.num_policy_tokens + counts.num_demonstration_tokens, 1)),
             "policy_tokens": float(max(counts.num_policy_tokens, 1)),
             "demonstration_tokens": float(max(counts.num_demonstration_tokens, 1)),
             "imitated_tokens": float(max(counts.num_imitated_tokens, 1)),
         }
+        if self.cfg.echo_coef:
+            num_observed = sum(np.count_nonzero(row.quantities[OBSERVED]) for row in rows)
+            found["observed_tokens"] = float(max(num_observed, 1))
+        return found
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
         """Compute the local sums of all loss terms over a micro-batch.
@@ -187,6 +197,18 @@ class ComposedAlgorithm:
         Rows without `old_logprobs` use the current log-probs in their place. This is correct if and only if exactly one
         optimizer step uses the batch: every ratio is then 1, and the gradient is the policy gradient.
         """
+        if not self.cfg.echo_coef:
+            return self._loss(rows, out, state)
+        # All else is computed as if the head had answered for loss tokens alone.
+        entropy = None if out.entropy is None else kept(out.entropy, rows.loss_mask)
+        sums = self._loss(rows, replace(out, logprobs=kept(out.logprobs, rows.loss_mask), entropy=entropy), state)
+        echo = masked_sum(-out.logprobs, rows.quantity(OBSERVED) > 0)
+        return LossSums(
+            objective={**sums.objective, "observed_tokens": self.cfg.echo_coef * echo},
+            metrics={**sums.metrics, "observed_tokens": {"actor/echo_loss": echo.detach()}},
+        )
+
+    def _loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
         cfg = self.cfg
         if out.logprobs.shape != rows.loss_mask.shape:
             raise ValueError(f"logprobs: got shape {tuple(out.logprobs.shape)}, expected {tuple(rows.loss_mask.shape)}")

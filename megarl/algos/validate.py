@@ -163,6 +163,12 @@ def check_correction(cfg: AlgoConfig) -> None:
 def _check_head(cfg: AlgoConfig) -> None:
     """Raise ConfigError for what cannot stand beside a loss that compares the policy with the engine's distribution."""
     key, loss = f"algo.policy_loss.name={cfg.policy_loss.name}", POLICY_LOSSES.get(cfg.policy_loss.name)
+    if cfg.echo_coef and (cfg.distill.is_dense or loss.measure is not None):
+        other = f"algo.distill.mode={cfg.distill.mode}" if loss.measure is None else key
+        raise ConfigError(
+            f"algo.echo_coef: got {cfg.echo_coef:g} with {other}, which compares distributions at all tokens that the "
+            "log-prob head computes, but nobody has one for what environments said; set algo.echo_coef=0"
+        )
     if loss.measure is None:
         return
     is_own = cfg.policy_loss.compared_with == "trainer"

@@ -230,6 +230,7 @@ class Cluster:
                 names=tuple(sorted(environments)),
                 config=config.environment,
                 max_prompt_tokens=config.data.max_prompt_tokens,
+                marks_texts=config.algo.echo_coef > 0,
             )
             self.engines.environment_workers = EnvironmentWorkers(
                 spec, timeout_s=config.cluster.start_timeout_s, trouble=self.engines.trouble

@@ -6,17 +6,20 @@ before it merges.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
-from megarl.data.pieces import encode_pieces
+from megarl.data.pieces import encode, encode_pieces
 from megarl.data.special_tokens import special_tokens_of
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form
 from megarl.errors import ConfigError, DataError
 from megarl.host.unicode import readable
 from megarl.types import Message
+from megarl.types.forks import num_common
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,6 +70,44 @@ class InterTurnTokens:
         """
         ids = encode_pieces(self._tokenizer, self._around_end(replies))[1]
         return ids[1:] if last_token in (ids[0], self._end) else ids
+
+    def follows(self, replies: Sequence[Message]) -> str:
+        """Return the text of which `between` has the tokens, with the mark that ends the answer."""
+        return self._around_end(replies)[1]
+
+    def own_texts(
+        self,
+        ids: Sequence[int],
+        chat: Sequence[Message],
+        numbers: Iterable[int],
+        render: Callable[[Sequence[Message]], str],
+    ) -> list[tuple[int, int]]:
+        """Return where in `ids` the texts of messages stand, as bounds of tokens, without those shared with a mark.
+
+        ids: the last tokens of the text that `render` makes of the chat. numbers: those of the messages, ascending.
+        Raises DataError if text or tokens cannot be told from what is the template's.
+        """
+        text, mark, found = render(chat), _REPLY.content, list[tuple[int, int]]()
+        while mark in text:
+            mark += "3"
+        whole = encode(self._tokenizer, text)
+        cut = len(whole) - len(ids)
+        for i in numbers:
+            other = [*chat[:i], replace(chat[i], content=mark), *chat[i + 1 :]]
+            before, _, after = render(other).partition(mark)
+            start, end = len(before), len(text) - len(after)
+            if whole[cut:] != list(ids) or (text[:start], text[end:]) != (before, after):
+                raise DataError(
+                    f"the chat template renders {text[:200]!r}, of which the reply {chat[i].content[:60]!r} cannot be "
+                    "told; set algo.echo_coef=0, or give the model another template"
+                )
+            if start < end:
+                first, until, rest = (encode(self._tokenizer, t) for t in (text[:start], text[:end], text[start:]))
+                begin = len(first)
+                if whole[:begin] != first:
+                    begin = len(whole) - num_common(np.asarray(rest[::-1]), np.asarray(whole[::-1]))
+                found.append((begin - cut, max(begin, num_common(np.asarray(until), np.asarray(whole))) - cut))
+        return found
 
     def require_reply(self, role: str) -> None:
         """Raise ConfigError unless the template writes replies of a role, before a conversation depends on it."""

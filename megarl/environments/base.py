@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,8 @@ class Reply:
     the reward of the turn; of several tries, that of `after_turn`, or else of the last. rewards: those of any turns so
     far, by their numbers; they add up with what these turns have. num_calls: the tools that the turn called. details:
     further findings; numbers among them become metrics `environment/detail/…`, as means; later replies override earlier
-    ones of the same name.
+    ones of the same name. warnings: the indices of those messages that the policy does not learn to predict
+    (`algo.echo_coef`), as they say nothing of the environment.
     """
 
     messages: tuple[Message, ...] = ()
@@ -61,6 +62,15 @@ class Reply:
     rewards: Mapping[int, float] = field(default_factory=dict)
     num_calls: int = 0
     details: Mapping[str, object] = field(default_factory=dict)
+    warnings: Collection[int] = ()
+
+
+def short(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages of an environment; ValueError if they are too long."""
+    num_chars = sum(len(message.content) for message in messages if isinstance(message.content, str))
+    if num_chars > MOST_REPLY_CHARS:
+        raise ValueError(f"the reply has {num_chars} characters, expected at most {MOST_REPLY_CHARS}; shorten it")
+    return messages
 
 
 class Environment:

@@ -82,7 +82,8 @@ class ToolEnvironment(Environment):
             return self.answer(action)
         if len(calls) > MOST_CALLS:
             said = f"error: this turn has {len(calls)} calls, expected at most {MOST_CALLS}; none of them was made"
-            return Reply(messages=(Message(role="tool", content=said),), details={"tool_errors": len(calls)})
+            message, found = Message(role="tool", content=said), {"tool_errors": len(calls)}
+            return Reply(messages=(message,), details=found, warnings=(0,))
         results = list[tuple[str, bool]]()
         for is_free, group in itertools.groupby(calls, lambda call: call.name in self._side_by_side):
             if is_free:
@@ -92,8 +93,8 @@ class ToolEnvironment(Environment):
         # Together they stay well below what a reply may have.
         most = MOST_REPLY_CHARS // (2 * len(calls))
         messages = tuple(Message(role="tool", content=_cut(result, most)) for result, _ in results)
-        num_errors = sum(is_error for _, is_error in results)
-        return Reply(messages=messages, num_calls=len(calls), details={"tool_errors": num_errors})
+        failed = [i for i, (_, is_error) in enumerate(results) if is_error]
+        return Reply(messages=messages, num_calls=len(calls), details={"tool_errors": len(failed)}, warnings=failed)
 
     def answer(self, action: Action) -> Reply:
         """Reply to a turn without calls: the conversation ends. A subclass may reward it, or go on."""

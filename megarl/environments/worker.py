@@ -6,13 +6,14 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
 from megarl.data.turns import InterTurnTokens
-from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply, open_environments
+from megarl.environments.base import Action, Environment, Reply, open_environments, short
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
@@ -35,6 +36,7 @@ class WorkerSpec:
     """The settings with which an environment worker starts; `names` are the environments that rows use.
 
     max_prompt_tokens: a conversation that an environment opens with more tokens fails; None: there is no limit.
+    marks_texts: whether replies say which tokens are the environment's own text.
     """
 
     model_path: str
@@ -42,6 +44,7 @@ class WorkerSpec:
     names: tuple[str, ...]
     config: EnvironmentConfig
     max_prompt_tokens: int | None = None
+    marks_texts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +85,13 @@ class EpisodeReply:
 
     token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
     environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
-    is_context: they are instead all that the policy reads next. max_turn_tokens: the environment's limit of the next
-    turn. num_tries: how many times the policy writes it. trains: whether it trains. rewards: those of turns by their
-    numbers, besides `reward` of the last one. is_anew: a conversation that was to go on begins again. part: what was
-    said, where the history is rendered, so that the conversation can go on elsewhere. failure: the kind of failure
-    (`raised`, `timed_out`, `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is
-    to be replaced; empty: it is not.
+    is_context: they are instead all that the policy reads next. observed: bounds, in `token_ids`, of the texts of its
+    messages; None: nobody asked. max_turn_tokens: the environment's limit of the next turn. num_tries: how many times
+    the policy writes it. trains: whether it trains. rewards: those of turns by their numbers, besides `reward` of the
+    last one. is_anew: a conversation that was to go on begins again. part: what was said, where the history is
+    rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`,
+    `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is to be replaced; empty:
+    it is not.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -103,6 +107,7 @@ class EpisodeReply:
     part: ChatPart | None = None
     after_turn: int | None = None
     is_context: bool = False
+    observed: tuple[tuple[int, int], ...] | None = None
     seconds: float = 0.0
     failure: str = ""
     reason: str = ""
@@ -146,7 +151,7 @@ class EnvironmentWorker:
     """
 
     def __init__(self, spec: WorkerSpec, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
-        self._config, self._max_prompt_tokens = spec.config, spec.max_prompt_tokens
+        self._spec, self._config = spec, spec.config
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
         self._inter_turn, self._decode = InterTurnTokens(tokenizer), response_decoder(tokenizer)
@@ -170,13 +175,12 @@ class EnvironmentWorker:
                 if await environment.resume(request.prompt, actions):
                     live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
                     return EpisodeReply(**self._next_turn(environment))
-            opening = [self._inter_turn.plain(each) for each in _short(await environment.start(request.prompt))]
+            opening = [self._inter_turn.plain(each) for each in short(await environment.start(request.prompt))]
             if opening:
                 live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
             ids = self._inter_turn.opening(live.chat, environment.tools) if opening else []
-            if self._max_prompt_tokens is not None and len(ids) > self._max_prompt_tokens:
-                most = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
-                raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, {most}")
+            if (limit := self._spec.max_prompt_tokens) is not None and len(ids) > limit:
+                raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, data.max_prompt_tokens is {limit}")
             part = live.part if self._config.history == "rendered" else None
             told = self._next_turn(environment)
             return EpisodeReply(token_ids=tuple(ids), is_anew=bool(request.turns), part=part, **told)
@@ -238,7 +242,7 @@ class EnvironmentWorker:
         if not said.messages and not said.context:
             raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
         role, inter_turn, tools = self._config.tool_role, self._inter_turn, live.environment.tools
-        messages = [replace(m, role=role) if m.role == "tool" else m for m in _short(said.context or said.messages)]
+        messages = [replace(m, role=role) if m.role == "tool" else m for m in short(said.context or said.messages)]
         # The policy's own turns spell no special token.
         plain = [each if each.role == "assistant" else inter_turn.plain(each) for each in messages]
         after = said.after_turn
@@ -248,17 +252,23 @@ class EnvironmentWorker:
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         if said.context:
             live.hear(plain, None)
-            return EpisodeReply(token_ids=tuple(inter_turn.opening(plain, tools)), is_context=True, after_turn=after)
+            # Nothing in it is an observation: it tells anew what was said before.
+            texts = () if self._spec.marks_texts else None
+            ids = inter_turn.opening(plain, tools)
+            return EpisodeReply(token_ids=tuple(ids), observed=texts, is_context=True, after_turn=after)
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         live.hear(plain, after)
+        ids, read, known = inter_turn.between(messages, last_token=last_token), inter_turn.follows, 0
         if self._config.history == "rendered":
-            read = inter_turn.text(chat[:-1], tools) + chat[-1].content
-            if not inter_turn.text(live.chat, tools).startswith(read):
-                return EpisodeReply(
-                    token_ids=tuple(inter_turn.opening(live.chat, tools)), is_context=True, after_turn=after
-                )
-        return EpisodeReply(token_ids=tuple(inter_turn.between(messages, last_token=last_token)), after_turn=after)
+            written, whole = inter_turn.text(chat[:-1], tools) + chat[-1].content, partial(inter_turn.text, tools=tools)
+            if not whole(live.chat).startswith(written):
+                ids, read, known = inter_turn.opening(live.chat, tools), whole, len(chat)
+        observed = None
+        if self._spec.marks_texts:
+            own = [known + i for i, m in enumerate(messages) if m.role != "assistant" and i not in said.warnings]
+            observed = tuple(inter_turn.own_texts(ids, live.chat[len(chat) - known :], own, read))
+        return EpisodeReply(token_ids=tuple(ids), observed=observed, is_context=known > 0, after_turn=after)
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""
@@ -321,14 +331,6 @@ def _raised(error: BaseException) -> EpisodeReply:
     said = dict.fromkeys(readable(describe(each)[:MOST_REASON_CHARS]).splitlines()[0] for each in (error, chain[-1]))
     place = next(filter(None, map(place_of, chain)), "")
     return EpisodeReply(failure="raised", reason=", from ".join(said) + (f" ({place})" if place else ""))
-
-
-def _short(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages of an environment; ValueError if they are too long."""
-    num_chars = sum(len(message.content) for message in messages if isinstance(message.content, str))
-    if num_chars > MOST_REPLY_CHARS:
-        raise ValueError(f"the reply has {num_chars} characters, expected at most {MOST_REPLY_CHARS}; shorten it")
-    return messages
 
 
 def _rewards(live: _Conversation, actions: Sequence[Action], said: Reply) -> dict[int, float]:

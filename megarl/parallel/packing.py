@@ -70,7 +70,7 @@ class PackImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
+    """A micro-batch as one sequence for the model. T: this rank's tokens; N: the labels that they predict.
 
     cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks; a row that shares a prefix
     has only the rest of its tokens there, maybe none. attention: None if Transformer Engine computes it, by
@@ -252,7 +252,7 @@ def _fill(
         own = sequence[: row.num_tokens]
         tokens[own], position_ids[sequence] = row.token_ids, np.arange(len(sequence))
         counting.append(np.stack([np.full(len(own) - row.num_uncounted, owner), own[row.num_uncounted :]]))
-        kept = np.flatnonzero(row.loss_mask)
+        kept = np.flatnonzero(row.predicted)
         places = row.num_prompt_tokens + kept
         found.append(np.stack([own[places - 1], row.label_ids[kept], np.full(len(kept), owner), columns[kept]]))
     return tokens, position_ids, np.concatenate(found, axis=1), np.concatenate(counting, axis=1)
@@ -305,12 +305,13 @@ def _of_labels(
     given = [table for table in tables if table is not None]
     if not (width := max((table.shape[1] for table in given), default=0)):
         return None
-    lines = np.full((sum(row.num_loss_tokens for row in rows), width), fill, dtype=given[0].dtype)
-    start = 0
-    for row, table in zip(rows, tables, strict=True):
+    kept, start = [row.predicted for row in rows], 0
+    lines = np.full((sum(int(mask.sum()) for mask in kept), width), fill, dtype=given[0].dtype)
+    for mask, table in zip(kept, tables, strict=True):
+        end = start + int(mask.sum())
         if table is not None:
-            lines[start : start + row.num_loss_tokens, : table.shape[1]] = table[row.loss_mask]
-        start += row.num_loss_tokens
+            lines[start:end, : table.shape[1]] = table[mask]
+        start = end
     return torch.from_numpy(lines[mine]).to(device)
 
 

@@ -67,11 +67,13 @@ class _Losses:
         complete = {name: model.complete_rows(pack, values) for name, values in by_name(out).items()}
         primary = next(iter(complete))
         require_finite(primary, complete[primary], rows, indices, request.step, request.role)
+        batch = row_batch([rows[i] for i in indices], device=self.device)
         if request.with_outputs:
-            self.before.update(to_rows(complete[primary], rows, indices))
+            # Not of what environments said.
+            found = torch.where(batch.loss_mask, complete[primary], 0.0)
+            self.before.update(to_rows(found, rows, indices))
             if "divergence" in complete and request.teaching is not None and request.teaching.measure is None:
                 self.divergences.update(to_rows(complete["divergence"], rows, indices))
-        batch = row_batch([rows[i] for i in indices], device=self.device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
         loss = _differentiable(parts.total(request.denominators), request.role)
         if not torch.isfinite(loss):

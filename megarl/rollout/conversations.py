@@ -229,10 +229,12 @@ def _following(sample: Sample, reply: EpisodeReply) -> Sample:
     A reply that is a whole context follows the longest path of the sample that begins it.
     """
     known, token_ids = sample.token_ids, np.asarray(reply.token_ids, dtype=np.int32)
-    after = len(known) - 1
+    after, observed = len(known) - 1, np.zeros(len(token_ids), dtype=np.bool_)
+    for start, end in reply.observed or ():
+        observed[start:end] = True
     if reply.is_context:
         count, after = longest_known(known, sample.forks, token_ids)
-        token_ids = token_ids[count:]
+        token_ids, observed = token_ids[count:], observed[count:]
     elif reply.after_turn is not None:
         after = _turns(sample)[reply.after_turn][-1]
     forks = sample.forks if after == len(known) - 1 else (*sample.forks, Fork(len(known), after))
@@ -243,7 +245,8 @@ def _following(sample: Sample, reply: EpisodeReply) -> Sample:
     if named is not None and (named != awaiting[-1] or len(awaiting) > 1):
         sample = _with(sample, tries=(*episode.tries, Tries(episode.num_turns, 1, named)))
     # An empty segment, too, separates the policy's turns.
-    segments = (*sample.segments, environment_segment(token_ids.tolist()))
+    said = environment_segment(token_ids.tolist(), None if reply.observed is None else observed)
+    segments = (*sample.segments, said)
     return replace(sample, segments=segments, forks=forks, routed_experts=experts)
 
 

@@ -72,6 +72,8 @@ _SCHEMA = pa.schema(
         ("images", pa.list_(pa.list_(_IMAGE))),
     ]
 )
+# The tokens of each segment that an environment said, in records of runs that predict them.
+_OBSERVED = pa.field("observed", pa.list_(pa.list_(pa.bool_())))
 
 
 def record_path(directory: Path, step: int) -> Path:
@@ -82,6 +84,7 @@ def record_path(directory: Path, step: int) -> Path:
 def write_record(path: Path, batch: RolloutBatch) -> None:
     """Write everything that a replay of the rollout needs to a parquet file."""
     rows: list[dict[str, Any]] = []
+    is_observed = any(s.observed is not None for sample in batch.samples for s in sample.segments)
     for sample in batch.samples:
         prompt = batch.prompts[sample.uid]
         experts = sample.routed_experts
@@ -126,7 +129,9 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                 "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},
             }
         )
-    table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+        if is_observed:
+            rows[-1]["observed"] = [s.observed for s in sample.segments]
+    table = pa.Table.from_pylist(rows, schema=_SCHEMA.append(_OBSERVED) if is_observed else _SCHEMA)
     with replacing(path) as partial:
         pq.write_table(table, partial)
 
@@ -161,7 +166,7 @@ def require_records(directory: Path, num_steps: int) -> None:
 def read_record(path: Path) -> RolloutBatch:
     """Read a rollout that `write_record` wrote."""
     with reading(path, "a recorded rollout", remedy="record it again with rollout.record=true"):
-        return _parse_record(pq.read_table(path, schema=_SCHEMA).to_pylist())
+        return _parse_record(pq.read_table(path, schema=_SCHEMA.append(_OBSERVED)).to_pylist())
 
 
 def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
@@ -179,8 +184,8 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
             uid=row["uid"], images=tuple(row_image(**each) for each in row["prompt_images"] or ()), **fields
         )
         experts, segments, nothing = row["routed_experts"], [], [None] * len(row["segments"])
-        beside = (row[name] or nothing for name in ("rewards", "heads", "images"))
-        for each, reward, head, images in zip(row["segments"], *beside, strict=True):
+        beside = (row[name] or nothing for name in ("rewards", "heads", "images", "observed"))
+        for each, reward, head, images, observed in zip(row["segments"], *beside, strict=True):
             logprobs, nucleus = each["rollout_logprobs"], each["nucleus"]
             segments.append(
                 Segment(
@@ -195,6 +200,7 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
                     head=_read_head(head),
                     reward=reward or 0.0,
                     images=tuple(row_image(**each) for each in images or ()),
+                    observed=None if observed is None else np.asarray(observed, dtype=np.bool_),
                 )
             )
         samples.append(

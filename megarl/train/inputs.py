@@ -258,6 +258,11 @@ def _require_fitting(config: Config, train: PromptDataset) -> None:
     if config.algo.cpo.difficulty == "data":
         for i in range(len(train)):
             stated_difficulty(train[i], config.algo.cpo.difficulty_field)
+    if config.algo.echo_coef and not train.environments:
+        raise ConfigError(
+            f"algo.echo_coef: got {config.algo.echo_coef:g}, but no row of data.train has an environment, whose "
+            "replies could be predicted; set environment.default, or algo.echo_coef=0"
+        )
     if config.algo.off_policy.target_probs and not train.num_target_probs:
         raise DataError(
             "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "

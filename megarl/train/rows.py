@@ -18,6 +18,7 @@ from megarl.rollout.prefixes import demonstration_quantities
 from megarl.rollout.turns import turn_quantities
 from megarl.train.collect import Collected
 from megarl.types import FinishReason, Prompt, Reward, Row, SegmentSource, row_from_sample, scored_batch
+from megarl.types.rows import OBSERVED
 from megarl.weights.families import Dims
 
 
@@ -88,6 +89,14 @@ def training_rows(
             row = row.with_quantities(**{LAG: np.repeat(lags, counts)})
         if has_episodes:
             row = row.with_quantities(**{TURN_REWARDS: sample.turn_rewards})
+        if cfg.echo_coef:
+            replies = (s for s in sample.segments if s.source is SegmentSource.ENVIRONMENT and len(s.token_ids))
+            if any(each.observed is None for each in replies):
+                raise DataError(
+                    f"row {row.label}: was sampled without algo.echo_coef, so that nobody knows which tokens are the "
+                    "environment's own text; sample it again, or set algo.echo_coef=0"
+                )
+            row = row.with_quantities(**{OBSERVED: sample.observed})
         if has_forks:
             row = row.with_quantities(**turn_quantities(sample))
         measure = POLICY_LOSSES.get(cfg.policy_loss.name).measure

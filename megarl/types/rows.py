@@ -25,6 +25,8 @@ from megarl.types.samples import Sample
 
 # The name of the quantity of chosen rows that says by how much they are to be preferred at least.
 MARGIN = "margin"
+# That of what environments said: 1 on tokens that are to be predicted, though they are no loss tokens.
+OBSERVED = "observed"
 # That of the advantages before CPO shaped them, which the record of a step shows.
 BASE_ADVANTAGES = "cpo_base_advantages"
 
@@ -96,7 +98,7 @@ class Row:
         if self.forks:
             first, whose = self.num_prompt_tokens, f"row {self.label}"
             require_forks(self.forks, num_given=first, num_tokens=self.num_tokens, whose=whose)
-            if any(fork.after < 0 and self.loss_mask[fork.start - first] for fork in self.forks):
+            if any(fork.after < 0 and self.predicted[fork.start - first] for fork in self.forks):
                 raise ValueError(f"{whose}: its loss mask has the first token of a path, which nothing predicts")
 
     @property
@@ -120,6 +122,12 @@ class Row:
     @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def predicted(self) -> BoolArray:
+        """Return where log-probs are computed: at loss tokens, and at what environments said if the row has that."""
+        observed = self.quantities.get(OBSERVED)
+        return self.loss_mask if observed is None else self.loss_mask | (observed > 0)
 
     def with_quantities(self, **quantities: FloatArray) -> "Row":
         """Return the row with these quantities added; a quantity that exists under the same name is replaced."""
@@ -203,7 +211,8 @@ class Row:
 
 
 class RowPath(NamedTuple):
-    """One path of a row that forks, as a row of its own without quantities, whose labels are those of its last branch.
+    """One path of a row that forks, as a row of its own whose labels are those of its last branch; of quantities it has
+    `observed` alone.
 
     owner: the number of the row that it is a path of. columns: the place of each of its response tokens in that row's
     response; those in the prompt have negative ones.
@@ -230,9 +239,9 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
     if not row.forks:
         yield RowPath(row=row, owner=owner, columns=np.arange(row.num_response_tokens))
         return
-    given = row.num_prompt_tokens
+    given, predicted, observed = row.num_prompt_tokens, row.predicted, row.quantities.get(OBSERVED)
     bounds = branches(row.num_tokens, row.forks)
-    labelled = [(start, end) for start, end in bounds if row.loss_mask[max(start - given, 0) : end - given].any()]
+    labelled = [(start, end) for start, end in bounds if predicted[max(start - given, 0) : end - given].any()]
     # In the balance of experts a token counts in the first path that has it.
     counts = np.arange(row.num_tokens) >= row.num_uncounted
     for start, end in labelled or bounds[:1]:
@@ -241,13 +250,15 @@ def _paths_of(row: Row, owner: int) -> Iterator[RowPath]:
         counts[path] = False
         num_prompt = max(1, int(np.count_nonzero(path < given)))
         columns = path[num_prompt:] - given
+        own = path[num_prompt:] >= start
         yield RowPath(
             row=Row(
                 uid=row.uid,
                 sample_index=row.sample_index,
                 token_ids=row.token_ids[path],
                 num_prompt_tokens=num_prompt,
-                loss_mask=row.loss_mask[columns] & (path[num_prompt:] >= start),
+                loss_mask=row.loss_mask[columns] & own,
+                quantities={} if observed is None else {OBSERVED: observed[columns] * own},
                 routed_experts=None if row.routed_experts is None else row.routed_experts[path],
                 nucleus=None if row.nucleus is None else row.nucleus[columns],
                 likely=None if row.likely is None else row.likely.at(columns),

@@ -97,7 +97,8 @@ class Segment:
     then -1; `rollout_logprobs` are those of the distribution over these tokens. None: the whole vocabulary.
     head: the tokens that the engine found likeliest, if it was to record them; those of the nucleus where there is one.
     reward: what the environment gave for the policy's turn that ends with this segment. images: what its tokens show,
-    with their places in the segment.
+    with their places in the segment. observed: which tokens of a reply are the environment's own text; None: nobody
+    asked.
     """
 
     source: SegmentSource
@@ -109,13 +110,15 @@ class Segment:
     head: LikelyTokens | None = None
     reward: float = 0.0
     images: tuple[RowImage, ...] = ()
+    observed: BoolArray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         require_images(self.images, n, "segment")
         if (count := sum(span.num_tokens for span in self.versions)) != n:
             raise ValueError(f"segment versions: got {count} tokens in spans, expected {n} like token_ids")
-        for name, value in (("loss_mask", self.loss_mask), ("rollout_logprobs", self.rollout_logprobs)):
+        for name in ("loss_mask", "rollout_logprobs", "observed"):
+            value = getattr(self, name)
             if value is not None and value.shape != (n,):
                 raise ValueError(f"segment {name}: got shape {value.shape}, expected ({n},) like token_ids")
         require_labels_in_nucleus(self.nucleus, self.token_ids, "segment")
@@ -134,16 +137,21 @@ def prompt_segment(token_ids: Sequence[int], images: tuple[RowImage, ...] = ()) 
     return _given_segment(SegmentSource.PROMPT, token_ids, images)
 
 
-def environment_segment(token_ids: Sequence[int]) -> Segment:
+def environment_segment(token_ids: Sequence[int], observed: BoolArray | None = None) -> Segment:
     """Make the segment of an environment's reply. It has no loss tokens, and weight versions -1.
 
     >>> environment_segment([5, 6]).loss_mask.tolist()
     [False, False]
     """
-    return _given_segment(SegmentSource.ENVIRONMENT, token_ids)
+    return _given_segment(SegmentSource.ENVIRONMENT, token_ids, observed=observed)
 
 
-def _given_segment(source: SegmentSource, token_ids: Sequence[int], images: tuple[RowImage, ...] = ()) -> Segment:
+def _given_segment(
+    source: SegmentSource,
+    token_ids: Sequence[int],
+    images: tuple[RowImage, ...] = (),
+    observed: BoolArray | None = None,
+) -> Segment:
     n = len(token_ids)
     return Segment(
         source=source,
@@ -151,6 +159,7 @@ def _given_segment(source: SegmentSource, token_ids: Sequence[int], images: tupl
         loss_mask=np.zeros(n, dtype=np.bool_),
         versions=(VersionSpan(-1, n),) if n else (),
         images=images,
+        observed=observed,
     )
 
 
@@ -267,6 +276,12 @@ class Sample:
     def loss_mask(self) -> BoolArray:
         """Return the loss mask [R] over the response."""
         return joined([s.loss_mask for s in self.segments[1:]], np.bool_)
+
+    @property
+    def observed(self) -> FloatArray:
+        """Return 1 on the tokens [R] of the response that are an environment's own text, and 0 on all others."""
+        parts = [np.zeros_like(s.loss_mask) if s.observed is None else s.observed for s in self.segments[1:]]
+        return joined(parts, np.float32)
 
     @property
     def rollout_logprobs(self) -> FloatArray:

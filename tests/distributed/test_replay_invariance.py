@@ -123,6 +123,7 @@ SHORT = {
     *((case, name) for case in ("tp2-sp", "pp2", "cp2") for name in ("centering", "centering exact")),
     ("tp1 row by row", "centering exact"),
     ("tp2-sp", "dppo exact"),
+    *((case, "echo") for case in ("tp1 row by row", "tp2", "tp2-sp", "pp2", "cp2")),
 }
 # These differ from the others in pure functions, which unit tests cover, and in quantities that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")
@@ -171,6 +172,7 @@ def dense_steps(replay: Replay) -> list[DenseStep]:
         kl_coef=replay.cfg.kl.coef if replay.cfg.kl.where == "loss" else 0.0,
         temperature=TEMPERATURE,
         policy_loss=replay.cfg.policy_loss.name,
+        echo_coef=replay.cfg.echo_coef,
     )
     trainer = DensePolicy(replay.path, objective, ADAM)
     return [trainer.step(replay.rows, lr) for lr in LEARNING_RATES]

@@ -44,13 +44,15 @@ def dense_loss(name: str, logprobs: torch.Tensor, old: torch.Tensor, advantage: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """loss = agg(policy) + kl_coef·agg(k3) − entropy_coef·agg(entropy), agg over tokens or over rows' token means."""
+    """loss = agg(policy) + kl_coef·agg(k3) − entropy_coef·agg(entropy), agg over tokens or over rows' token means, and
+    − echo_coef · the mean log-prob of observed tokens."""
 
     per_row: bool
     entropy_coef: float
     kl_coef: float
     temperature: float
     policy_loss: str = "ppo_clip"
+    echo_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,10 @@ class DenseStep:
 class DenseTrainer:
     """A model and its optimizer; subclasses say what a row loses. `per_row`: a mean of rows' means, not of tokens."""
 
-    def __init__(self, model: PreTrainedModel, adam: AdamSettings, *, per_row: bool = False) -> None:
-        self.model, self.adam, self.per_row = model, adam, per_row
+    def __init__(
+        self, model: PreTrainedModel, adam: AdamSettings, *, per_row: bool = False, echo_coef: float = 0.0
+    ) -> None:
+        self.model, self.adam, self.per_row, self.echo_coef = model, adam, per_row, echo_coef
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -105,14 +109,18 @@ class DenseTrainer:
         """Gradients of the loss; the loss, and what the model says of every row."""
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         num_rows = sum(bool(row.loss_mask.any()) for row in rows)
+        num_observed = sum(row.quantities["observed"].sum() for row in rows) if self.echo_coef else 0
         loss, before = 0.0, []
         for row in rows:
             token_losses, said = self._row(row)
             before.append(np.where(row.loss_mask, said.detach().numpy(), 0.0))
-            if not row.loss_mask.any():
+            if not row.loss_mask.any() and not self.echo_coef:
                 continue
             kept = token_losses[torch.from_numpy(row.loss_mask)]
             part = kept.mean() / num_rows if self.per_row else kept.sum() / num_tokens
+            if self.echo_coef:
+                observed = torch.from_numpy(row.quantities["observed"]).bool()
+                part = part - self.echo_coef * said[observed].sum() / num_observed
             part.backward()
             loss += part.item()
         return loss, before
@@ -126,7 +134,8 @@ class DensePolicy(DenseTrainer):
     """A policy under one of the policy-gradient objectives."""
 
     def __init__(self, path: Path, objective: Objective, adam: AdamSettings) -> None:
-        super().__init__(load_hf(path, torch.float64), adam, per_row=objective.per_row)
+        model = load_hf(path, torch.float64)
+        super().__init__(model, adam, per_row=objective.per_row, echo_coef=objective.echo_coef)
         self.objective = objective
 
     def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,8 +166,11 @@ def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
     mine = case.micro_batches[worker.layout.dp_group.rank()]
     temperature = case.requests[0].temperature
 
+    # As `RolePasses` sends them.
+    plain = [row.only((), routed_experts=True, nucleus=True, likely=True) for row in case.rows]
+
     def forward(role: Role) -> ForwardResult | None:
-        return worker.forward(case.rows, mine, ForwardRequest(role=role, temperature=temperature, step=0))
+        return worker.forward(plain, mine, ForwardRequest(role=role, temperature=temperature, step=0))
 
     actor, reference = forward(Role.ACTOR), forward(Role.REFERENCE)
     teaching = case.requests[0].teaching

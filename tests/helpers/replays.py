@@ -49,6 +49,7 @@ ALGORITHMS = {
     ),
     "clip_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="clip_cov", cov_share=0.2, cov_low=0.0, dual_clip=None)),
     "kl_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov", cov_share=0.2, cov_kl_coef=0.7)),
+    "echo": AlgoConfig(echo_coef=0.3, entropy_coef=0.05),
 }
 # Weights of whole rows, sums along them, and masks by statistics of all rows; the oracle of unit tests has these too.
 OFF_POLICY = {
@@ -145,6 +146,10 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
             )
             for i, row in enumerate(rows)
         ]
+    if ALGORITHMS[name].echo_coef:
+        # The second of three tokens of a reply is the template's.
+        said = [~row.loss_mask & (np.arange(row.num_response_tokens) % 3 != 1) for row in rows]
+        rows = [row.with_quantities(observed=mask.astype(np.float32)) for row, mask in zip(rows, said, strict=True)]
     algorithm = build_algorithm(ALGORITHMS[name], max_response_tokens=64)
     rewards = [Reward(score=score, correct=score == 1.0) for score in REWARDS]
     advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state())

@@ -162,6 +162,8 @@ class AlgoConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     entropy_coef: float = setting(0.0, AT_LEAST_0)  # Coefficient of the entropy bonus; 0: none.
+    # ECHO: coefficient of the loss that predicts what environments reply, a mean over its tokens; 0: none.
+    echo_coef: float = setting(0.0, AT_LEAST_0)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     aggregation: str = "token-mean"  # How per-token losses are aggregated; see docs/algorithms.md.
     # Length by which seq-mean-token-sum-norm and dr_grpo divide the loss; null: rollout.max_response_tokens.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +10,12 @@ from torch import Tensor
 from megarl.algos.advantages.token_baseline import token_baseline
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.batch_statistics import effective_sample_size, high_entropy
+from megarl.algos.build import build_algorithm
 from megarl.algos.corrections import CorrectionInputs, compute_correction
 from megarl.algos.off_policy_losses import balanced_bounds, binary_kl, binary_tv
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
-from megarl.config.algo import CorrectionConfig, PolicyLossConfig
+from megarl.config.algo import AlgoConfig, CorrectionConfig, PolicyLossConfig
+from megarl.types import Algorithm, PolicyOutputs, Row, RowBatch
 from tests.helpers import offpolicy_oracle as oracle
 from tests.helpers.offpolicy_cases import KINDS, Case, cases
 
@@ -141,6 +144,47 @@ def test_values_and_gradients(name: str, seed: int, count: int) -> None:
             )
             num_gradients += bool(gradient.any())
     assert num_gradients > count / 4
+
+
+@numbers_of_cases
+def test_what_environments_said(seed: int, count: int) -> None:
+    """ECHO beside REINFORCE, each with a denominator of its own; the head answers for both masks."""
+    cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="reinforce"), echo_coef=0.1)
+    algorithm = build_algorithm(cfg, max_response_tokens=8)
+    num_said = 0
+    for case in cases(seed, count):
+        found = []
+        for dense in (False, True):
+            logprobs = case.at_tokens(case.logits).requires_grad_()
+            if dense:
+                loss = oracle.echo(-case.token_advantage * logprobs, logprobs, case.mask, case.observation_mask, 0.1)
+            else:
+                loss = echo_loss(algorithm, case, logprobs)
+            found.append((loss.detach(), *torch.autograd.grad(loss, logprobs)))
+        for got, expected in zip(*found, strict=True):
+            scale = float(found[1][1].abs().sum()) + 1e-30
+            torch.testing.assert_close(got, expected, rtol=RELATIVE, atol=RELATIVE * scale)
+        num_said += bool(case.observation_mask.any())
+    assert num_said > count / 4
+
+
+def echo_loss(algorithm: Algorithm, case: Case, logprobs: Tensor) -> Tensor:
+    masks = zip(case.mask.numpy(), case.observation_mask.numpy(), strict=True)
+    rows = [
+        Row(
+            uid="q",
+            sample_index=i,
+            token_ids=np.zeros(len(mask) + 2, np.int32),
+            num_prompt_tokens=2,
+            loss_mask=mask,
+            quantities={"observed": said.astype(np.float32)},
+        )
+        for i, (mask, said) in enumerate(masks)
+    ]
+    quantities = {"advantages": case.token_advantage, "observed": case.observation_mask.double()}
+    batch = RowBatch(labels=tuple(row.label for row in rows), loss_mask=case.mask, quantities=quantities)
+    out = PolicyOutputs(logprobs=logprobs, entropy=None)
+    return algorithm.loss(batch, out, algorithm.initial_state()).total(algorithm.denominators(rows))
 
 
 @numbers_of_cases

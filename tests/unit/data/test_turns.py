@@ -106,6 +106,48 @@ def test_turn_by_turn_is_what_the_template_renders_of_the_whole(family: str, rep
     assert stream == encode_chats(tokenizer, [[QUESTION, ANSWER, *replies, SECOND, USER]])[0]
 
 
+# Texts that templates write themselves, or strip, or that look like what marks a reply's place.
+SAID = ("6", "user", "tool\n\nassistant", " 6 \n", "<tool_response>", "Zq3 reply", "Zq33 reply Zq3 reply", "é😀")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_texts_of_replies_are_told_from_the_marks(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    inter_turn = InterTurnTokens(tokenizer)
+    for said in SAID:
+        tool = Message(role="tool", content=said)
+        for replies, numbers in (((tool,), [0]), ((tool, TOOL, tool), [0, 2]), ((USER, tool), [1]), ((tool,), [])):
+            for last_token in (-1, END, inter_turn.between(replies, last_token=-1)[0]):
+                ids = inter_turn.between(replies, last_token=last_token)
+                found = inter_turn.own_texts(ids, replies, numbers, inter_turn.follows)
+                texts = [tokenizer.decode(ids[start:end]) for start, end in found]
+                assert [text.strip() for text in texts] == [said.strip()] * len(numbers)
+                assert all(text in said for text in texts)
+
+
+def test_a_token_that_a_mark_shares_is_nobodys_own_text() -> None:
+    """By hand: the template writes a line feed before what a tool says, and a mark after it."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("\n6", normalized=False), AddedToken("7<", normalized=False)])
+    inter_turn = InterTurnTokens(tokenizer)
+    for said, own in (("61", "1"), ("6", ""), ("17", "1"), ("1\n61", "1\n61"), ("", "")):
+        reply = [Message(role="tool", content=said)]
+        ids = inter_turn.between(reply, last_token=END)
+        (bounds,) = inter_turn.own_texts(ids, reply, [0], inter_turn.follows) or [(0, 0)]
+        assert tokenizer.decode(ids[slice(*bounds)]) == own
+
+
+def test_a_text_that_cannot_be_told_from_the_template_is_refused() -> None:
+    tokenizer = make_byte_tokenizer()
+    counted = "{{ messages[-1].content | length }}{% for"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% for", counted, 1)
+    inter_turn = InterTurnTokens(tokenizer)
+    chat = [QUESTION, ANSWER, TOOL]
+    ids = inter_turn.opening(chat)
+    with pytest.raises(DataError, match=r"of which the reply '6' cannot be told; set algo.echo_coef=0"):
+        inter_turn.own_texts(ids, chat, [2], inter_turn.text)
+
+
 def test_an_answer_that_was_cut_gets_its_end_token_from_the_glue(tokenizer: PreTrainedTokenizerBase) -> None:
     inter_turn = InterTurnTokens(tokenizer)
     whole = inter_turn.between([USER], last_token=END)

@@ -123,6 +123,7 @@ def test_what_goes_wrong_in_a_tool_is_said_to_the_policy(text: str, said: str) -
     )
     assert results(tools, text)[0].startswith(said)
     assert answer.details == {"tool_errors": int("error" in said)}
+    assert list(answer.warnings) == [0] * ("error" in said)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Search(Echo):
         return Reply(messages=(Message(role="tool", content="go"),), after_turn=after, reward=2.0, rewards=rewards)
 
 
-def host(max_prompt_tokens: int | None = None, **limits: Any) -> EnvironmentWorker:
+def host(max_prompt_tokens: int | None = None, marks_texts: bool = False, **limits: Any) -> EnvironmentWorker:
     entries = {
         "echo": EnvironmentEntry(type=f"{HERE}Echo"),
         "opens": EnvironmentEntry(type=f"{HERE}Echo", arguments={"opening": "hi"}),
@@ -135,7 +135,12 @@ def host(max_prompt_tokens: int | None = None, **limits: Any) -> EnvironmentWork
     }
     config = EnvironmentConfig(entries=entries, **limits)
     spec = WorkerSpec(
-        model_path="", chat_template={}, names=tuple(entries), config=config, max_prompt_tokens=max_prompt_tokens
+        model_path="",
+        chat_template={},
+        names=tuple(entries),
+        config=config,
+        max_prompt_tokens=max_prompt_tokens,
+        marks_texts=marks_texts,
     )
     return EnvironmentWorker(spec, TOKENIZER)
 
@@ -195,6 +200,40 @@ def test_a_rendered_history_leaves_out_what_the_template_does(monkeypatch: pytes
     assert (kept.is_context, TOKENIZER.decode(kept.token_ids)) == (False, inter_turn.format("2: 5"))
     # By default it is read as it was written.
     assert [reply.is_context for reply in replies(turn("hm|4"))] == [False, False]
+
+
+def own_texts(reply: EpisodeReply) -> list[str]:
+    assert reply.observed is not None
+    return [TOKENIZER.decode(reply.token_ids[start:end]) for start, end in reply.observed]
+
+
+def test_replies_say_which_tokens_are_the_environments_own_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = replies(turn("one two"), turn("3", 1, is_cut=True), marks_texts=True)
+    assert [own_texts(reply) for reply in said[1:]] == [["0: one two"], ["1: 3 (cut)"]]
+    assert replies(turn("one two"))[1].observed is None
+    # A context tells again what was said before.
+    assert own_texts(replies(turn("a"), turn("b", 1), environment="steady", marks_texts=True)[2]) == []
+    # So does a history that is rendered anew, but for its end.
+    monkeypatch.setattr(TOKENIZER, "chat_template", WITHOUT_THOUGHTS)
+    rendered = replies(turn("hm|4"), turn("5", 1), marks_texts=True, history="rendered")
+    assert [own_texts(reply) for reply in rendered[1:]] == [["0: hm|4"], ["1: 5"]]
+    assert [reply.is_context for reply in rendered[1:]] == [True, False]
+
+
+def test_warnings_are_no_observations() -> None:
+    class Warns(Echo):
+        async def reply(self, action: Action) -> Reply:
+            said = (Message(role="tool", content="6"), Message(role="tool", content="careful"))
+            return Reply(messages=(*said, Message(role="assistant", content="hm")), warnings=(1,))
+
+    there = host(marks_texts=True)
+    there._makers = {"echo": Warns}  # type: ignore[dict-item]
+
+    async def talk() -> EpisodeReply:
+        await there.start(1, StartRequest(prompt=prompt()))
+        return await there.act(1, turn("one"))
+
+    assert own_texts(run(talk())) == ["6"]
 
 
 def test_a_rendered_history_goes_on_at_another_host_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:

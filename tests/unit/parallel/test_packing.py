@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.parallel.packing import PackAlignment, pack_rows
 from megarl.types import Row
+from megarl.types.forks import Fork
 from tests.helpers import rank_parts
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
@@ -38,6 +40,22 @@ def test_two_rows_by_hand(rank_pool: GetPool) -> None:
     assert pack.positions.tolist() == [1, 4, 5]
     assert pack.scattered.tolist() == [[2.0, 3.0], [0.0, 1.0]]
     assert pack.scatter_grad.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_what_environments_said_is_predicted_on_its_own_branch(rank_pool: GetPool) -> None:
+    """A row that forks after 11: both branches have a reply, of which a token or two are to be predicted."""
+    row = replace(make_row([10, 11, 12, 13, 20, 21], [True, False, False, True, False]), forks=(Fork(4, 1),))
+    row = replace(row, nucleus=np.array([[11], [-1], [-1], [20], [-1]]))
+    row = row.with_quantities(observed=np.array([0, 1, 1, 0, 1], np.float32))
+    pack = rank_pool(1).run(rank_parts.pack_fields, [row], 1, True)[0]
+    assert pack.input_ids.tolist() == [[10, 11, 12, 13, 20, 21]]
+    assert pack.labels.tolist() == [11, 12, 20, 13, 21]
+    assert pack.positions.tolist() == [0, 1, 1, 2, 4]
+    one = pack_rows([row], alignment=PackAlignment(), device=torch.device("cpu"), shares_prefixes=True)
+    assert one.nucleus is not None
+    assert one.nucleus[:, 0].tolist() == [11, -1, 20, -1, -1]
+    plain = rank_pool(1).run(rank_parts.pack_fields, [row.only(())], 1, True)[0]
+    assert plain.labels.tolist() == [11, 20]
 
 
 def test_rows_share_their_prefixes(rank_pool: GetPool) -> None:

@@ -165,6 +165,32 @@ def test_turns_and_replies_follow_each_other_until_the_environment_ends() -> Non
     assert episode.details == {"a": 3, "b": 1}
 
 
+def test_what_an_environment_said_is_marked_in_its_segments() -> None:
+    world, _, group = begin()
+    world.reply()
+    world.speak(100, END)
+    world.reply(7, 8, 9, observed=((1, 2),))
+    world.speak(101, END)
+    # A context that repeats all there is, and two more tokens of which the second is new.
+    world.reply(5, 6, 100, END, 7, 8, 9, 101, END, 30, 31, is_context=True, observed=((5, 6), (10, 11)))
+    world.speak(102, END)
+    world.reply(40, observed=())
+    world.speak(103, END)
+    world.reply(41)
+    world.speak(104, END)
+    world.reply(done=True)
+    sample = sample_of(group)
+    of_replies = [s.observed for s in sample.segments if s.source is SegmentSource.ENVIRONMENT]
+    assert [None if mask is None else mask.tolist() for mask in of_replies] == [
+        [False, True, False],
+        [False, True],
+        [False],
+        None,
+    ]
+    assert np.flatnonzero(sample.observed).tolist() == [3, 8]
+    assert sample.observed.dtype == np.float32
+
+
 def test_an_opening_replaces_the_prompt_of_this_sample() -> None:
     world, _, group = begin()
     world.reply(5, 6, 30)

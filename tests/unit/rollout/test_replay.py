@@ -151,6 +151,19 @@ def test_other_images_than_the_recorded_are_refused(tmp_path: Path) -> None:
         begin_groups(source, [asked], plan(1))
 
 
+def test_what_environments_said_is_recorded_only_if_it_is_marked(tmp_path: Path) -> None:
+    path, (first, second) = tmp_path / "talk.parquet", batch().samples
+    write_record(path, batch())
+    assert "observed" not in pq.read_schema(path).names
+    assert all(s.observed is None for sample in read_record(path).samples for s in sample.segments)
+    said = replace(first.segments[2], observed=np.array([True]))
+    told = replace(first, segments=(*first.segments[:2], said))
+    write_record(path, replace(batch(), samples=(told, second)))
+    read = read_record(path).samples
+    assert [None if s.observed is None else s.observed.tolist() for s in read[0].segments] == [None, None, [True]]
+    assert all(s.observed is None for s in read[1].segments)
+
+
 def test_a_conversation_comes_back(tmp_path: Path) -> None:
     """Its prompt, too, where the environment opened it with other tokens."""
     first, second = batch().samples

@@ -54,6 +54,20 @@ def sample(uid: str, index: int, given: Sequence[int] = (), written: Sequence[in
     )
 
 
+def test_rows_say_what_environments_said_if_the_algorithm_reads_it() -> None:
+    said = environment_segment([7, 7, 7], np.array([False, True, True]))
+    one = replace(sample("a", 0), segments=(*sample("a", 0).segments, said, policy_segment([9])))
+    other = sample("a", 1)
+    (row, plain) = training_rows(collected([(one, True), (other, False)]), AlgoConfig(echo_coef=0.1)).rows
+    assert row.quantities["observed"].tolist() == [0, 0, 0, 1, 1, 0]
+    assert plain.quantities["observed"].tolist() == [0, 0]
+    assert row.predicted.tolist() == [True, True, False, True, True, True]
+    assert "observed" not in training_rows(collected([(one, True)]), AlgoConfig()).rows[0].quantities
+    unmarked = replace(one, segments=(*one.segments[:2], environment_segment([7, 7, 7]), policy_segment([9])))
+    with pytest.raises(DataError, match=r"row a/0: was sampled without algo.echo_coef"):
+        training_rows(collected([(other, False), (unmarked, True)]), AlgoConfig(echo_coef=0.1))
+
+
 def collected(samples_and_correct: Sequence[tuple[Sample, bool]]) -> Collected:
     samples = tuple(s for s, _ in samples_and_correct)
     prompts: Mapping[str, Prompt] = {uid: PROMPTS[uid] for uid in dict.fromkeys(s.uid for s in samples)}
