@@ -94,6 +94,20 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     return algorithm
 
 
+def check_loop(config: Config) -> None:
+    """Raise ConfigError for what a user's own loop cannot give a loss: distributions, and what environments said."""
+    use_plugins_of(config)
+    name, count, coef = config.algo.policy_loss.name, config.rollout.head_tokens, config.algo.echo_coef
+    why = "a session keeps no distributions of what sampled, only log-probs of its tokens"
+    for is_set, key, got, reason, remedy in (
+        (POLICY_LOSSES.get(name).measure is not None, "algo.policy_loss.name", name, why, "choose another loss"),
+        (count > 0, "rollout.head_tokens", count, why, "set it to 0"),
+        (coef > 0, "algo.echo_coef", f"{coef:g}", "a session runs no environments", "set it to 0"),
+    ):
+        if is_set:
+            raise ConfigError(f"{key}: got {got}, but {reason}; {remedy}, or use megarl train")
+
+
 def _check_recorded(config: Config) -> None:
     """Raise ConfigError unless heads are recorded if and only if the policy loss reads them, and where it compares with
     the policy itself, unless that sampled.

@@ -14,7 +14,6 @@ from typing import TypeAlias
 from megarl.config.check_distill import check_distill, check_distill_of_sft
 from megarl.config.check_engines import (
     check_cache,
-    check_comparison,
     check_drafts,
     check_engines,
     check_quantization,
@@ -303,7 +302,7 @@ check_train = CommandCheck(
 # A user's own loop brings its data, its rewards and its length.
 check_session = CommandCheck(
     sections=(*_SECTIONS, "reference", "critic", "rollout", "placement", "sync"),
-    rules=(*_RULES, *_ROWS, check_role_layouts, check_replayed_routing, *_SAMPLES, check_comparison, *_ENGINES),
+    rules=(*_RULES, *_ROWS, check_role_layouts, check_replayed_routing, *_SAMPLES, *_ENGINES),
 )
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),

@@ -134,17 +134,6 @@ def check_drafts(config: Config) -> None:
         )
 
 
-def check_comparison(config: Config) -> None:
-    """Raise ConfigError for a loss that reads the sampler's distribution, in a loop that gives a loss only rows."""
-    loss, count = config.algo.policy_loss, config.rollout.head_tokens
-    if count or loss.compared_with == "trainer":
-        key, got = ("rollout.head_tokens", count) if count else ("algo.policy_loss.compared_with", "trainer")
-        raise ConfigError(
-            f"{key}: got {got}, but a session keeps no distributions of what sampled, only log-probs of its tokens, so "
-            f"that it has nothing to compute {loss.name} from; use megarl train, or another algo.policy_loss.name"
-        )
-
-
 def check_quantization(config: Config) -> None:
     """Raise ConfigError for engines that compute in less precision than the trainer, unless something corrects that."""
     engine, sync = config.rollout.engine, config.sync

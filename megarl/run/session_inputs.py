@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from megarl.algos.build import algorithm_of
+from megarl.algos.build import algorithm_of, check_loop
 from megarl.algos.corrections import CORRECTION
 from megarl.cluster.roles import reference_role, roles_of
 from megarl.config.check import check_session
@@ -151,6 +151,7 @@ class SessionInputs:
 def open_session_inputs(config: Config, *, with_engines: bool, with_reference: bool) -> SessionInputs:
     """Check the configuration and the model of a session, and its prompts if `data.train` names some."""
     check_session(rehearse(config))
+    check_loop(config)
     config = with_local_models(config)
     spec = open_model(config, for_sft=not with_engines)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos import build_algorithm
-from megarl.algos.build import algorithm_of
+from megarl.algos.build import algorithm_of, check_loop
 from megarl.algos.centering import Centering, bounded_error, score_centering, with_head
 from megarl.algos.off_policy_losses import TopDivergence
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
@@ -21,12 +21,12 @@ from megarl.config.algo import (
     DistillConfig,
     PolicyLossConfig,
 )
-from megarl.config.check import check_session
-from megarl.config.check_engines import check_comparison
 from megarl.config.engine import EngineConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, SyncConfig
 from megarl.errors import ConfigError, DataError, RunError
+from megarl.run import session_inputs
+from megarl.run.session_inputs import open_session_inputs
 from megarl.types import LikelyTokens
 from megarl.types.objectives import HeadProbs
 from tests.helpers.examples import row, step, tensor
@@ -183,6 +183,8 @@ REFUSED = [
     (AlgoConfig(policy_loss=PolicyLossConfig(name="dppo_top_tv")), "set algo.correction.name=rollout_ratio"),
     (AlgoConfig(policy_loss=CENTERED, demonstrations=DemonstrationConfig(strategy="random")), "no engine has"),
     (AlgoConfig(policy_loss=CENTERED, distill=DistillConfig(teacher="model", mode="exact")), "one distribution"),
+    (AlgoConfig(policy_loss=CENTERED, echo_coef=0.1), "echo_coef: got 0.1 with algo.policy_loss.name=score_centering"),
+    (AlgoConfig(echo_coef=0.1, distill=DistillConfig(teacher="model", mode="exact")), "with algo.distill.mode=exact"),
     (AlgoConfig(policy_loss=config("none", high=2.0)), "set .*center_weight=tis or mis"),
     (AlgoConfig(policy_loss=config("tis", low=1.5)), "center_low <= 1 <= center_high"),
     (AlgoConfig(policy_loss=PolicyLossConfig(center_weight="tis")), "score_centering"),
@@ -221,12 +223,27 @@ def test_a_policy_that_did_not_sample_is_refused(message: str, given: dict[str, 
         algorithm_of(Config(algo=algo, **given))
 
 
-@pytest.mark.parametrize("given", [{"algo": AlgoConfig(policy_loss=KEPT)}, {"rollout": RolloutConfig(head_tokens=8)}])
-def test_sessions_refuse_what_they_cannot_compute(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="a session keeps no distributions of what sampled"):
-        check_comparison(Config(**given))
-    check_comparison(Config())
-    assert check_comparison in check_session.rules
+@pytest.mark.parametrize("heads", [0, 8])
+@pytest.mark.parametrize("loss", [KEPT, CENTERED])
+def test_sessions_refuse_a_loss_that_they_cannot_compute_whatever_else_is_set(
+    heads: int, loss: PolicyLossConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_inputs, "rehearse", lambda config: config)
+    monkeypatch.setattr(session_inputs, "check_session", lambda config: None)
+    config = Config(algo=AlgoConfig(policy_loss=loss), rollout=RolloutConfig(head_tokens=heads))
+    said = f"algo.policy_loss.name: got {loss.name}, but a session keeps no distributions of what sampled.*; choose"
+    with pytest.raises(ConfigError, match=said):
+        open_session_inputs(config, with_engines=True, with_reference=False)
+
+
+def test_sessions_refuse_what_no_loss_of_theirs_reads() -> None:
+    for given, said in (
+        ({"rollout": RolloutConfig(head_tokens=8)}, "rollout.head_tokens: got 8, .*; set it to 0"),
+        ({"algo": AlgoConfig(echo_coef=0.1)}, "algo.echo_coef: got 0.1, but a session runs no environments; set it to"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_loop(Config(**given))  # type: ignore[arg-type]
+    check_loop(Config())
 
 
 def test_what_beside_the_policy_itself_is_allowed() -> None:
