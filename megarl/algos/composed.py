@@ -93,8 +93,8 @@ class ComposedAlgorithm:
             TokenQuantity.OLD_LOGPROBS,
             TokenQuantity.REF_LOGPROBS,
         }
-        quantities |= distill.LOSS_QUANTITIES | ({"rollout_logprobs", "clip_bounds"} & set(self._policy_loss.reads))
-        quantities |= {OBSERVED} if self.cfg.echo_coef else set()
+        quantities |= distill.LOSS_QUANTITIES | ({OBSERVED} if self.cfg.echo_coef else set())
+        quantities |= {"rollout_logprobs", "clip_bounds", "log_z"} & set(self._policy_loss.reads)
         return frozenset(quantities | (cpo.LOSS_QUANTITIES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
     def requires(self) -> frozenset[TokenQuantity]:
@@ -108,7 +108,7 @@ class ComposedAlgorithm:
             quantities |= {TokenQuantity(name) for name in shaper.reads}
         if "ref_logprobs" in loss.reads:
             quantities |= {TokenQuantity.REF_LOGPROBS}
-        is_bounded = cfg.off_policy.drop_above is not None or "clip_bounds" in loss.reads
+        is_bounded = cfg.off_policy.drop_above is not None or {"clip_bounds", "log_z"} & set(loss.reads)
         if loss.chooses or compares_policies(cfg) or is_bounded or cfg.step_scale_power is not None:
             quantities |= {TokenQuantity.OLD_LOGPROBS}
         if cfg.high_entropy_share is not None:

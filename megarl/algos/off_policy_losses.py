@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
+from megarl.algos.masked import row_means
 from megarl.algos.policy_losses import (
     MAX_LOG_RATIO,
     POLICY_LOSSES,
@@ -203,6 +204,35 @@ def vespo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     )
     weight = (rate + k * log_weight - rate * log_weight.exp()).exp()
     return _terms(x, -weight * x.advantages * x.logprobs, pg_weight=weight)
+
+
+@POLICY_LOSSES.register(
+    "flowrl",
+    options=("clip_low", "clip_high", "flowrl_beta"),
+    reads=("old_logprobs", "ref_logprobs", "log_z"),
+    token_local=False,
+    row_ratio=True,
+)
+def flowrl(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute FlowRL (arXiv:2509.15207): l = sg(w)·(ln Z + mean of ln(π/π_ref) − β·mean of A)² on all tokens of a row.
+
+    w = Π r, clipped to [1 − clip_low, 1 + clip_high], as in one of the authors' versions; others do not clip it, or end
+    it at 10. Their ln Z is learned, by a network that reads the prompt's hidden states. Here it is the group's own, of
+    `estimate_log_z`: what is squared has the mean 0 over a group at the start of a step.
+
+    >>> x = loss_inputs([[1.0, 1.0]], [[1.0, 1.0]])
+    >>> x = replace(x, ref_logprobs=tensor([[-1.0, -1.0]]), log_z=tensor([[4.0, 4.0]]))
+    >>> flowrl(x, PolicyLossConfig(flowrl_beta=2.0)).loss.tolist()
+    [[4.0, 4.0]]
+    """
+    assert x.ref_logprobs is not None
+    assert x.log_z is not None, "flowrl needs the groups' ln Z"
+    log_weight = x.log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weight = log_weight.exp().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    away = x.logprobs - x.ref_logprobs.detach() - cfg.flowrl_beta * x.advantages + x.log_z
+    residual = row_means(away, x.loss_mask)[:, None]
+    loss = (weight * residual.square()).expand_as(x.logprobs)
+    return _terms(x, loss, pg_weight=weight.expand_as(loss), flowrl_residual=residual.expand_as(loss))
 
 
 _CTPO_NOTE = "its bounds are log-ratios times a root of the place, and the paper uses 0.025 and 0.05"

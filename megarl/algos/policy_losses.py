@@ -15,7 +15,7 @@ from megarl.types.objectives import HeadMeasure
 # Bounds log-ratios before exp(): e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
 # The inputs that only some losses read, besides the ratio's `old_logprobs`.
-FURTHER_INPUTS = ("ref_logprobs", "rollout_logprobs", "entropy", "clip_bounds")
+FURTHER_INPUTS = ("ref_logprobs", "rollout_logprobs", "entropy", "clip_bounds", "log_z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class PolicyLossInputs:
     """Inputs of a policy loss, [B, T] each; `loss_mask` is bool, and the others are set to 0 outside it.
 
     correction: the weights of `compute_correction`. chosen: bool, the tokens of `choose_tokens`, for losses that treat
-    these in another way. ref_logprobs, rollout_logprobs (the engine's), entropy (the current policy's, with a gradient)
-    and clip_bounds (of `balanced_clip`) are there for losses that read them, and beside, which `measure` computes.
+    these in another way. ref_logprobs, rollout_logprobs (the engine's), entropy (the current policy's, with gradient),
+    clip_bounds and log_z (of shapers) are there for losses that read them, and beside, which `measure` computes.
     """
 
     logprobs: Tensor
@@ -37,6 +37,7 @@ class PolicyLossInputs:
     rollout_logprobs: Tensor | None = None
     entropy: Tensor | None = None
     clip_bounds: Tensor | None = None
+    log_z: Tensor | None = None
     beside: Tensor | None = None
 
     def __post_init__(self) -> None:

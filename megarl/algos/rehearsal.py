@@ -57,7 +57,7 @@ def made_up(algo: AlgoConfig, preference: TrainPreferenceConfig, *, num_samples:
         mask[i, : _LENGTHS[i % len(_LENGTHS)]] = True
         mask[i, 1] = False
     draws = torch.Generator().manual_seed(0)
-    names = [*TokenQuantity, "rollout_logprobs", "clip_bounds"]
+    names = [*TokenQuantity, "rollout_logprobs", "clip_bounds", "log_z"]
     details = dict.fromkeys((GREEDY_SCORE, *chosen.components), rewards)
     return Material(
         algo=algo,

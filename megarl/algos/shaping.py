@@ -10,7 +10,7 @@ from megarl.algos.centering import bounded_error
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
 from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
 from megarl.algos.distill import distilled_advantages
-from megarl.algos.masked import kept, summary
+from megarl.algos.masked import group_stats, kept, row_means, summary
 from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
 from megarl.algos.off_policy_losses import balanced_bounds
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
@@ -75,7 +75,7 @@ def shapers_of(cfg: AlgoConfig) -> list[AdvantageShaper]:
     Raises ConfigError for a name in `algo.shapers` that no plugin has registered, or that stands there twice.
 
     >>> [each.place for each in shapers_of(AlgoConfig())]
-    ['first', 'first', 'first', 'last', 'last', 'last', 'last', 'last']
+    ['first', 'first', 'first', 'last', 'last', 'last', 'last', 'last', 'last']
     """
     named = [ADVANTAGE_SHAPERS.get(name) for name in cfg.shapers]
     for name, each in zip(cfg.shapers, named, strict=True):
@@ -230,6 +230,32 @@ def weigh_by_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
         values=advantages,
         quantities={LOG_WEIGHT: log_weight, "clip_bounds": bounds},
         metrics={"actor/bapo_low": sum(lows) / len(lows), "actor/bapo_high": sum(highs) / len(highs)},
+    )
+
+
+@ADVANTAGE_SHAPERS.register("estimate_log_z", place="last")
+def estimate_log_z(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Return the advantages unchanged, with ln Z of each group for the loss flowrl: the mean over its rows of
+    β·A − ln(π/π_ref), each a mean over tokens, with π at the start of the step, as in VarGrad (arXiv:2503.18929).
+
+    Metric: actor/log_z, a mean over rows.
+
+    >>> batch = step("aa", [1.0, 0.0], old_logprobs=[[-1.0], [-2.0]], ref_logprobs=[[-2.0], [-2.0]])
+    >>> cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="flowrl", flowrl_beta=2.0))
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> estimate_log_z(tensor([[1.0], [-0.5]]), x).quantities["log_z"].tolist()
+    [[0.0], [0.0]]
+    """
+    loss, mask = x.cfg.policy_loss, x.batch.loss_mask
+    if "log_z" not in POLICY_LOSSES.get(loss.name).reads:
+        return Advantages(values=advantages)
+    away = x.batch.quantity(TokenQuantity.OLD_LOGPROBS) - x.batch.quantity(TokenQuantity.REF_LOGPROBS)
+    of_rows, trains = row_means(loss.flowrl_beta * advantages - away, mask), mask.any(-1)
+    log_z = group_stats(of_rows, x.batch.uids, trains).mean.to(advantages.dtype)
+    return Advantages(
+        values=advantages,
+        quantities={"log_z": kept(log_z[:, None].expand_as(mask), mask)},
+        metrics={"actor/log_z": float(log_z[trains].mean())} if trains.any() else {},
     )
 
 

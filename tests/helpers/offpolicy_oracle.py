@@ -612,6 +612,39 @@ def topr(lp: Tensor, roll: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- 13. FlowRL
 
 
+def flowrl_residual(
+    log_z: Tensor, lp: Tensor, ref: Tensor, advantage: Tensor, mask: Tensor, beta: float = 15.0
+) -> Tensor:
+    """Section 13. Delta_i = log Z_i + mean_t lp - beta mean_t A - mean_t ref, `[B]`; log Z and lp carry gradients."""
+    count = mask.sum(-1).clamp(min=1)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.masked_fill(~mask, 0.0).sum(-1) / count
+
+    return log_z + mean(lp) - beta * mean(per_token(advantage, mask)) - mean(ref.detach())
+
+
+def flowrl(
+    log_z: Tensor,
+    lp: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    beta: float = 15.0,
+    eps: float | None = None,
+) -> Tensor:
+    """Section 13. Sum over rows of sg(w_i) Delta_i^2, w = exp(clamp(sum_t m (lp - old), +-20)), in one published
+
+    version clamped to [1 - eps, 1 + eps]. A row without loss tokens gives 0. Published aggregation: mean over rows.
+    """
+    w = clamped_exp((lp - old).detach().masked_fill(~mask, 0.0).sum(-1))
+    if eps is not None:
+        w = w.clamp(1.0 - eps, 1.0 + eps)
+    delta = flowrl_residual(log_z, lp, ref, advantage, mask, beta)
+    return masked_sum(w * delta**2, mask.any(-1))
+
+
 # --------------------------------------------------------------------------------------- 14. high-entropy tokens
 
 

@@ -44,6 +44,7 @@ class PolicyLossConfig:
     vespo_pos: tuple[float, float] = setting((2.0, 3.0), _GAMMA)  # vespo: k and λ where A ≥ 0.
     vespo_neg: tuple[float, float] = setting((3.0, 2.0), _GAMMA)  # vespo: k and λ where A < 0.
     ctpo_dual: float = setting(0.05, POSITIVE)  # ctpo: for A < 0, bound of log-ratios, times the root of the place.
+    flowrl_beta: float = setting(15.0, POSITIVE)  # flowrl: weight of advantages beside log-probs.
     # bapo: range from which the lower bound of the ratio is chosen, in steps of 0.05.
     bapo_low: tuple[float, float] = setting((0.6, 0.8), SHARE)
     bapo_high: tuple[float, float] = setting((1.2, 2.0), POSITIVE)  # bapo: the same for the upper bound.

@@ -77,6 +77,13 @@ def our_bapo(c: Case, lp: Tensor, a: Tensor) -> Tensor:
     return of_tokens(c, lp, a, c.roll, cfg, clip_bounds=bounds)
 
 
+def our_flowrl(c: Case, lp: Tensor, a: Tensor) -> Tensor:
+    further = {"ref_logprobs": c.ref, "log_z": c.log_z[:, None].expand_as(lp)}
+    x = PolicyLossInputs(logprobs=lp, old_logprobs=c.old, advantages=a, loss_mask=c.mask, **further)
+    loss = policy_loss(x, PolicyLossConfig(name="flowrl", clip_low=0.3, clip_high=0.3)).loss
+    return AGGREGATIONS.get("seq-mean-token-mean").local_sum(loss, c.mask)
+
+
 VESPO = PolicyLossConfig(name="vespo")
 GSPO = PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)
 METHODS: dict[str, tuple[Method, Method]] = {
@@ -102,6 +109,10 @@ OF_ROWS: dict[str, tuple[Method, Method]] = {
     "luspo": (
         lambda c, lp, a: of_tokens(c, lp, a, c.old, GSPO),
         lambda c, lp, a: oracle.luspo(lp, c.old, c.advantage, c.mask),
+    ),
+    "flowrl": (
+        our_flowrl,
+        lambda c, lp, a: oracle.flowrl(c.log_z, lp, c.old, c.ref, c.advantage, c.mask, eps=0.3),
     ),
     "topr": (
         lambda c, lp, a: of_tokens(c, lp, a, c.roll, PolicyLossConfig(name="topr")),
