@@ -8,8 +8,8 @@ import pytest
 from megarl.data.chat import load_tokenizer
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import SegmentSource
-from megarl_lab.bench.kill_resume import SmallRun, differences, make_inputs
-from megarl_lab.bench.killed import kill
+from tests.helpers.kill_resume import SmallRun, differences, make_inputs
+from tests.helpers.killed import kill
 from tests.helpers.waiting import wait_until
 
 NUM_STEPS = 3
