@@ -66,7 +66,9 @@ def test_what_is_no_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store = ImageStore(tmp_path)
     found = ImageReader(tmp_path, store)
     monkeypatch.setattr(ImageReader, "processor", None)
-    with pytest.raises(ConfigError, match=r"image \w+: cannot identify .*; expected a file that Pillow reads"):
+    with pytest.raises(
+        ConfigError, match=r"image \w+: the image does not open: cannot identify .*; expected a whole file"
+    ):
         found.read(store.put(b"no image"))
 
 
