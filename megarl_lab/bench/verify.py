@@ -101,7 +101,7 @@ def pool() -> Judge:
 
     def judge(items: Sequence[Item]) -> tuple[list[float | None], float]:
         jobs = [replace(job, response=item.response, ground_truth=item.gold) for item in items]
-        results = [future.result() for future in [verifier.submit(each) for each in jobs]]
+        results = verifier.score_all(jobs)
         verdicts = [each.reward.score if each.reward and each.outcome == "scored" else None for each in results]
         return verdicts, max(each.seconds for each in results)
 
