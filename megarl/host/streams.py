@@ -1,9 +1,11 @@
 """Let a command name every file and say everything, whatever the encodings of its streams and whatever texts hold."""
 
+import contextlib
 import io
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import TextIO
 
 from megarl.host.unicode import visible
@@ -15,6 +17,7 @@ _LENIENT = "backslashreplace"
 # How a line begins that warns, and the warnings of this process so far, which the report of a run repeats.
 WARNING = "warning: "
 warnings: list[str] = []
+_loses = False
 
 
 def name_anything() -> None:
@@ -50,7 +53,39 @@ def print_lines(*lines: object, file: TextIO | None = None) -> None:
 
     Texts of models, tools, files and other processes can thus neither steer a terminal nor forge a line of a log.
     """
-    print("".join(f"{shown(line)}\n" for line in lines), end="", file=file, flush=True)
+    with printing():
+        print("".join(f"{shown(line)}\n" for line in lines), end="", file=file, flush=True)
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Within this context, something is printed, which `losing_lines` allows to fail."""
+    try:
+        yield
+    except OSError as error:
+        if not _loses or isinstance(error, BrokenPipeError):
+            raise
+
+
+@contextlib.contextmanager
+def losing_lines() -> Iterator[None]:
+    """Within this context, output may be lost: neither a full disk nor a terminal that is gone ends a run.
+
+    A reader that has closed a pipe does.
+    """
+    global _loses
+    _loses = True
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                with contextlib.suppress(BrokenPipeError, ValueError):
+                    stream.flush()
+            except OSError:
+                # Python would try again when it ends, and fail.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _loses = False
 
 
 def shown(line: object) -> str:

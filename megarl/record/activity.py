@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from megarl.host.device.platform import apply_environment
-from megarl.host.streams import print_lines
+from megarl.host.streams import losing_lines, print_lines
 from megarl.host.unicode import visible
 
 # How often the live line is renewed, and after what silence a plain one is printed; the first comes sooner.
@@ -99,5 +99,5 @@ def shown() -> Iterator[None]:
     """Prepare the environment for a command, and show what the command does in this context."""
     apply_environment()
     # Between two activities, it is no longer loading.
-    with LiveStatus(), doing(lambda: "working" if _num_begun[0] > 1 else "loading megarl"):
+    with losing_lines(), LiveStatus(), doing(lambda: "working" if _num_begun[0] > 1 else "loading megarl"):
         yield

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -167,20 +168,26 @@ class TensorBoardSink:
         # Imported here: reading metrics and writing a report must not need torch.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._log_dir, self._report = log_dir, threading.excepthook
+        self._log_dir, self._report, self._open = log_dir, threading.excepthook, partial(SummaryWriter, str(log_dir))
         threading.excepthook = self._report_others
+        self._writer: SummaryWriter | None = None
         with self._writing():
-            self._writer = SummaryWriter(str(log_dir), purge_step=purge_step)
+            self._writer = self._open(purge_step=purge_step)
 
     def write(self, record: MetricsRecord) -> None:
         with self._writing():
+            # One that the storage has refused writes nothing more; another has a file of its own.
+            writer = self._writer or self._open()
+            self._writer = None
             for name, value in record.metrics.items():
-                self._writer.add_scalar(visible(name), value, record.step, walltime=record.time_s)
-            self._writer.flush()
+                writer.add_scalar(visible(name), value, record.step, walltime=record.time_s)
+            writer.flush()
+            self._writer = writer
 
     def close(self, _outcome: RunOutcome | None = None) -> None:
         with self._writing():
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
         threading.excepthook = self._report
 
     def _report_others(self, failed: threading.ExceptHookArgs) -> None:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megarl.host.streams import print_lines, shown
+from megarl.host.streams import print_lines, printing, shown
 from megarl.host.unicode import visible
 from megarl.record.activity import printed
 
@@ -49,8 +49,9 @@ class ProgressValues:
 
 def write_line(text: str) -> None:
     """Print a line above the live progress bar, if there is one."""
-    tqdm.write(shown(text), file=sys.stdout)
-    sys.stdout.flush()
+    with printing():
+        tqdm.write(shown(text), file=sys.stdout)
+        sys.stdout.flush()
     printed()
 
 
@@ -129,7 +130,8 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar is None:
             print_lines(text, file=self._stream)
         else:
-            tqdm.write(shown(text), file=self._stream)
+            with printing():
+                tqdm.write(shown(text), file=self._stream)
         printed()
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,7 @@
 """Metrics reach trackers: a stand-in for one of the optional packages, and (long) all real ones, offline."""
 
+import errno
+import itertools
 import json
 import os
 import sqlite3
@@ -160,6 +162,47 @@ def test_a_service_that_never_answers_does_not_keep_a_run(
     released.set()
     left = 0 if call == "finish" else 2
     assert f"warning: wandb has not confirmed {left} records and the end of the run;" in capsys.readouterr().out
+    assert [record.step for record in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [1, 2]
+
+
+# By tracker: where its package is asked to open a run, to log and to end the run.
+CALLS = {
+    "wandb": ("init", "init.return_value.log", "init.return_value.finish"),
+    "mlflow": ("start_run", "log_metrics", "end_run"),
+    "trackio": ("init", "init.return_value.log", "finish"),
+    "swanlab": ("init", "init.return_value.log", "init.return_value.finish"),
+}
+FAULTS = {"503": ConnectionError("503"), "hangs": None, "full disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}
+SAMPLE = {("mlflow", 0, "full disk"), ("trackio", 1, "503"), ("swanlab", 2, "hangs")}
+
+
+@pytest.mark.parametrize(
+    ("tracker", "moment", "fault"),
+    [
+        pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.long)
+        for case in itertools.product(CALLS, range(3), FAULTS)
+    ],
+)
+def test_no_fault_of_a_tracker_ends_a_run(
+    tracker: str, moment: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full disks are met as the tracker opens, writes and closes its files."""
+    for name, seconds in {"RETRY_S": 0.01, "LAST_RETRY_S": 0.01, "CLOSE_S": 0.2}.items():
+        monkeypatch.setattr(trackers, name, seconds)
+    package, released = MagicMock(), threading.Event()
+    package.active_run.return_value = None
+    package.start_run.return_value.info.run_id = "drawn"
+    refused = FAULTS[fault] or (lambda *_, **__: released.wait(60))
+    package.configure_mock(**{f"{CALLS[tracker][moment]}.side_effect": refused})
+    monkeypatch.setitem(sys.modules, tracker, package)
+    (setting,) = [each.setting for each in trackers.TRACKERS if each.package == tracker]
+    run = RunConfig(name="r", dir=str(tmp_path))
+    with RunRecorder(
+        replace(Config(), run=run, logging=LoggingConfig(tensorboard=False, **{setting: "p"}))
+    ).metrics() as log:
+        log.log(1, {"actor/loss": 0.5})
+        log.log(2, {"actor/loss": 0.25})
+    released.set()
     assert [record.step for record in read_metrics(tmp_path / "r" / "metrics.jsonl")] == [1, 2]
 
 

@@ -1,10 +1,13 @@
 """A storage that refuses: what is said of it, and what is left of the files."""
 
 import errno
+import io
 import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +16,14 @@ import torch
 
 from megarl.errors import RunError, StorageError
 from megarl.host import writing as module
-from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors, outcome_of
 from megarl.host.janitor import RunScope
 from megarl.host.ray_environment import keep_worker_logs
 from megarl.host.temp_dir import RAY_DIRECTORY, make_temp_dir
 from megarl.host.writing import dispensable, replacing, writing
 from megarl.launch.status import Heartbeat
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.record.metrics import JsonlSink, MetricsLogger
+from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, TensorBoardSink, WarningsSink
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.rewards.llm.cache import AnswerCache
 
@@ -226,3 +229,54 @@ def test_a_cache_on_a_full_storage_saves_nothing_and_ends_nothing(
     assert cache.get(keys[-1]) is None
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: the cache {path} cannot be used, and the run goes on without: ")
+
+
+@pytest.mark.parametrize("moment", ["open", "write", "close"])
+@pytest.mark.parametrize("sink", [WarningsSink, TensorBoardSink])
+def test_what_repeats_the_metrics_ends_nothing_and_is_written_again_later(
+    sink: type[WarningsSink | TensorBoardSink], moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is met as the files are opened, written or closed."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    monkeypatch.setattr("megarl.record.metrics.warnings", told := ["first"])
+    # pytest keeps output in a file.
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+
+    def fill(now: str) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0 if moment == now else most, most))
+
+    place = tmp_path / "files"
+    try:
+        fill("open")
+        opened = sink(place)
+        fill("write")
+        opened.write(MetricsRecord(step=1, time_s=1.0, metrics={"a": 1.0}))
+        told.append("second")
+        fill("none")
+        opened.write(MetricsRecord(step=2, time_s=2.0, metrics={"a": 2.0}))
+        fill("close")
+        opened.close(outcome_of(None))
+    finally:
+        fill("none")
+    if sink is WarningsSink:
+        assert [line["text"] for line in read_lines(place, lambda raw: raw, expected="")] == ["first", "second"]
+    else:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        read = EventAccumulator(str(place))
+        read.Reload()
+        # What a full disk has refused is in metrics.jsonl alone.
+        assert [event.step for event in read.Scalars("a")] == ([2] if moment == "write" else [1, 2])
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_full_disk_under_its_log_ends_no_run_but_a_command_whose_output_it_is(is_run: bool) -> None:
+    within = "losing_lines" if is_run else "contextlib.nullcontext"
+    program = (
+        "import contextlib\nfrom megarl.host.streams import losing_lines, print_lines\n"
+        f"with {within}():\n    for _ in range(9000): print_lines('a line')\n"
+    )
+    command = [sys.executable, "-c", program]
+    with open("/dev/full", "w") as log:
+        ended = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode == 0, "No space left on device" in ended.stderr) == (is_run, not is_run)
