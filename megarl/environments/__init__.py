@@ -1,6 +1,6 @@
 """Reply to the policy's turns: environments, the tools that they run, and the worker that runs many of them at once."""
 
-from megarl.environments import code, games, gym, mcp_tools
+from megarl.environments import code, games, gym, harness, mcp_tools
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
 from megarl.environments.replies import check_replies
@@ -18,6 +18,7 @@ __all__ = [
     "code",
     "games",
     "gym",
+    "harness",
     "mcp_tools",
     "open_environments",
     "tools_of",

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
@@ -64,7 +66,7 @@ class AgentEnvironment(Environment):
         function = load_object(agent, f"{KEY}.agent") if isinstance(agent, str) else agent
         self._call: Callable[[Prompt, str], Awaitable[object]]
         if function is None:
-            self._call = lambda prompt, url: _run_program(command, prompt, url, self.process_environment)
+            self._call = lambda prompt, url: _ask_program(command, prompt, url, self.process_environment)
         elif inspect.iscoroutinefunction(function):
             self._call = lambda prompt, url: function(prompt=prompt, base_url=url, api_key=API_KEY)
         else:
@@ -148,29 +150,63 @@ class AgentEnvironment(Environment):
             asked.cancel()
 
 
-async def _run_program(
+async def _ask_program(
     command: Sequence[str], prompt: Prompt, url: str, variables: Mapping[str, str]
 ) -> Mapping[str, object] | None:
-    """Run an agent's program with these environment variables and those of its chat; return the JSON object in the
-    last line that it writes, if there is one.
+    """Run an agent's program, which reads the row as JSON; return the JSON object in the last line that it writes, if
+    there is one.
 
-    Raises RuntimeError with the last line of its errors if it fails, or if the last line that it writes is too long.
-    Whatever it started in its session ends with it.
+    Raises RuntimeError if it fails, and if the last line that it writes is too long.
     """
     row: dict[str, object] = {"uid": prompt.uid, "messages": [message.as_dict() for message in prompt.messages]}
     row |= {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
+    ended = await run_program(command, json.dumps(row, default=str), {**variables, **endpoint_variables(url)})
+    ended.require_success("the agent's program")
+    before, _, last = ended.output.strip().rpartition(b"\n")
+    if len(ended.output) == MOST_OUTPUT_BYTES and not before:
+        raise RuntimeError(f"the last line of the agent's program has over {MOST_OUTPUT_BYTES} bytes; shorten it")
+    with contextlib.suppress(ValueError):
+        found = json.loads(last.decode(errors="replace"))
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def endpoint_variables(url: str) -> dict[str, str]:
+    """Return the environment variables by which clients of OpenAI and Anthropic find a chat's URL."""
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": API_KEY,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": API_KEY,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A program that has ended, with the ends of what it wrote."""
+
+    exit_code: int
+    output: bytes
+    errors: bytes
+
+    def require_success(self, name: str) -> None:
+        """Raise RuntimeError with the last line of the program's errors if it failed."""
+        if self.exit_code:
+            said = (self.errors.strip() or self.output.strip()).decode(errors="replace").rpartition("\n")[2]
+            raise RuntimeError(f"{name} ended with {self.exit_code}: {said}")
+
+
+async def run_program(
+    command: Sequence[str], text: str, variables: Mapping[str, str], folder: Path | None = None
+) -> Ended:
+    """Run a program that reads `text`. Whatever it started in its session ends with it."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={
-            **variables,
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": API_KEY,
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": API_KEY,
-        },
+        cwd=folder,
+        env=variables,
         pass_fds=[chat_server().held.fileno()],
         start_new_session=True,
     )
@@ -178,25 +214,16 @@ async def _run_program(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        process.stdin.write(json.dumps(row, default=str).encode())
+        process.stdin.write(text.encode())
         process.stdin.close()
         reading = (_end_of(process.stdout, MOST_OUTPUT_BYTES), _end_of(process.stderr, MOST_ERROR_BYTES))
-        out, errors = await asyncio.gather(*reading)
-        await process.wait()
+        output, errors = await asyncio.gather(*reading)
+        code = await process.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-    if process.returncode:
-        said = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"the agent's program ended with {process.returncode}: {said}")
-    before, _, last = out.strip().rpartition(b"\n")
-    if len(out) == MOST_OUTPUT_BYTES and not before:
-        raise RuntimeError(f"the last line of the agent's program has over {MOST_OUTPUT_BYTES} bytes; shorten it")
-    with contextlib.suppress(ValueError):
-        found = json.loads(last.decode(errors="replace"))
-        return found if isinstance(found, dict) else None
-    return None
+    return Ended(exit_code=code, output=output, errors=errors)
 
 
 async def _end_of(stream: asyncio.StreamReader, most: int) -> bytes:

@@ -46,13 +46,15 @@ async def converse(
     *turns: str | tuple[str, ...],
     think_s: float = 0.0,
     max_prompt_tokens: int | None = None,
+    kind: str = "agent",
+    extra_info: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> Talk:
     """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut, and one of
     several texts was tried so often.
     """
     config = EnvironmentConfig(
-        entries={"mine": EnvironmentEntry(type="agent", arguments=arguments)}, **{"reply_timeout_s": 200.0} | limits
+        entries={"mine": EnvironmentEntry(type=kind, arguments=arguments)}, **{"reply_timeout_s": 200.0} | limits
     )
     spec = WorkerSpec(
         model_path="",
@@ -68,7 +70,7 @@ async def converse(
         data_source="d",
         ground_truth="3",
         messages=(Message(role="user", content="1+2?"),),
-        extra_info={"level": 2, "max_tokens": 40},
+        extra_info={"level": 2, "max_tokens": 40} if extra_info is None else extra_info,
         environment="mine",
     )
     talk = Talk(replies=[await host.start(7, StartRequest(prompt=row))])

@@ -25,7 +25,7 @@ import yaml
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import open_environments
-from megarl.environments.agent import _run_program
+from megarl.environments.agent import _ask_program
 from megarl.errors import ConfigError
 from megarl.types import Prompt
 from tests.helpers.agent_talk import TOKENIZER, Talk, converse, lead
@@ -272,7 +272,7 @@ def test_verifiers_compacts_its_context_and_goes_on() -> None:
         converse(command, f"So {call}", "Multiplied: 777", "It is 777", "3", "3.", reply_timeout_s=300.0)
     )
     assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
-    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
+    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": [], "branches_other_beginning": 1}
     assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0, 0]
     asked = [TOKENIZER.decode(reply.token_ids) for reply in talk.replies]
     assert "CONTEXT CHECKPOINT COMPACTION" in asked[1]
@@ -290,7 +290,7 @@ def test_verifiers_calls_its_tool_and_goes_on() -> None:
         converse({"command": verifiers_command()}, f"So {call}", "It is 777", "3", "3.", reply_timeout_s=300.0)
     )
     assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
-    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
+    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": [], "branches_other_beginning": 1}
     assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0]
     assert talk.text == (
         "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"
@@ -323,7 +323,7 @@ def test_of_all_that_a_program_writes_only_the_end_is_kept(last: str, outcome: o
     tracemalloc.start()
     try:
         returned: object = asyncio.run(
-            _run_program([sys.executable, "-c", CHATTER + last], prompt, "http://127.0.0.1", os.environ)
+            _ask_program([sys.executable, "-c", CHATTER + last], prompt, "http://127.0.0.1", os.environ)
         )
     except RuntimeError as error:
         returned = str(error)
