@@ -4,6 +4,7 @@ PEERS_VENV := .venv-conformance
 NEWEST_VENV := .venv-newest
 DOCS_VENV := .venv-docs
 AUDIT_VENV := .venv-audit
+HARNESSES := .venv-harnesses
 SITE := site
 PYTHON ?= python3
 # The newest Megatron needs another one than `python3` may be.
@@ -18,7 +19,7 @@ SEED ?= 0
 LORA ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-wide test-lab test-slurm test-long test-gpu test-newest test-conformance check audit docs clean
+.PHONY: help python install train test test-wide test-lab test-slurm test-long test-gpu test-newest test-conformance test-harnesses check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -79,6 +80,11 @@ test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, instal
 	@"$(PYTHON)" tools/install.py --kind peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 	"$(PEERS_VENV)/bin/python" -m pytest tests/conformance --confcutdir=tests/conformance
 
+test-harnesses: install ## Train with real agents, Claude Code and Codex from npm; needs npm and bubblewrap
+	npm install --prefix "$(HARNESSES)" --no-audit --no-fund @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
+	node "$(HARNESSES)/node_modules/@anthropic-ai/claude-code/install.cjs"
+	PATH="$(abspath $(HARNESSES))/node_modules/.bin:$$PATH" "$(VENV)/bin/python" -m pytest tests/harnesses
+
 check: install ## Lint, format check, types, shell scripts, containers, import rules
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
@@ -110,5 +116,5 @@ $(AUDIT_VENV)/audit.txt: requirements/audit.txt | python
 	cp requirements/audit.txt "$@"
 
 clean: ## Remove caches, nothing else
-	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(NEWEST_VENV)" -o -path "./$(DOCS_VENV)" -o -path "./$(AUDIT_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
+	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path "./$(NEWEST_VENV)" -o -path "./$(DOCS_VENV)" -o -path "./$(AUDIT_VENV)" -o -path "./$(HARNESSES)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
 		-o -name .pytest_cache -o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +

@@ -190,10 +190,13 @@ class Ended:
     errors: bytes
 
     def require_success(self, name: str) -> None:
-        """Raise RuntimeError with the last line of the program's errors if it failed."""
+        """Raise RuntimeError if the program failed, with the last line of what it wrote that says `error`, or just the
+        last.
+        """
         if self.exit_code:
-            said = (self.errors.strip() or self.output.strip()).decode(errors="replace").rpartition("\n")[2]
-            raise RuntimeError(f"{name} ended with {self.exit_code}: {said}")
+            lines = (self.errors.strip() or self.output.strip()).decode(errors="replace").splitlines() or [""]
+            said = [line for line in lines if "error" in line.lower()] or lines
+            raise RuntimeError(f"{name} ended with {self.exit_code}: {said[-1].strip()}")
 
 
 async def run_program(

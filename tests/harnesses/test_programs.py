@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.helpers.agent_talk import Talk, converse
 
@@ -21,8 +22,8 @@ def call(name: str, arguments: dict[str, Any]) -> str:
     return f"I look.\n<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def solve(harness: str, *turns: str) -> Talk:
-    entry = {"harness": harness, "check": [sys.executable, "-c", CHECK]}
+def solve(harness: str, *turns: str, **arguments: Any) -> Talk:
+    entry = {"harness": harness, "check": [sys.executable, "-c", CHECK], **arguments}
     return asyncio.run(converse(entry, *turns, kind="harness", extra_info=FILES, reply_timeout_s=120.0))
 
 
@@ -47,7 +48,9 @@ def test_an_agent_reads_and_writes_files_by_calls_of_the_policy(harness: str, nu
 
 def test_sub_agents_of_claude_code_are_branches() -> None:
     task = {"description": "Look", "prompt": "What is the number?", "subagent_type": "general-purpose"}
-    talk = solve("claude-code", call("Agent", task), "It is 41.", SHELLS["claude-code"]("echo 41 > answer.txt"), "Done.")
+    talk = solve(
+        "claude-code", call("Agent", task), "It is 41.", SHELLS["claude-code"]("echo 41 > answer.txt"), "Done."
+    )
     assert (talk.last.done, talk.last.reward) == (True, 1.0), talk.last
     assert talk.last.details["branches_other_beginning"] == 1
 
@@ -60,3 +63,13 @@ def test_a_harness_of_three_lines(tmp_path: Path) -> None:
     )
     talk = solve(f"{mine}:few_tools", SHELLS["claude-code"]("echo 41 > answer.txt"), "Done.")
     assert (talk.last.done, talk.last.reward) == (True, 1.0), talk.last
+
+
+@pytest.mark.parametrize("harness", SHELLS)
+def test_the_wrapper_of_the_documentation_lets_it_write_to_its_own_files_alone(harness: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    wrapper = yaml.safe_load(page[page.index("    wrapper: [") : page.index("It can still read")])["wrapper"]
+    shell = SHELLS[harness]
+    talk = solve(harness, shell("touch /var/tmp/mine"), shell("echo 41 > answer.txt"), "Done.", wrapper=wrapper)
+    assert (talk.last.done, talk.last.reward) == (True, 1.0), talk.last
+    assert "touch: cannot touch '/var/tmp/mine': Read-only file system" in talk.text

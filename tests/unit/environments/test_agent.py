@@ -35,7 +35,7 @@ from tests.helpers.verifier import wait_for_end
 from tests.helpers.verifiers_venv import verifiers_command
 from tests.helpers.waiting import wait_until
 
-DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[3] / "docs" / "agents.md"
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 QUESTION = [{"role": "user", "content": "1+2?"}]
