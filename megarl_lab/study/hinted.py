@@ -1,9 +1,7 @@
 """Answers of a small model, sampled and scored with and without hints, on the CPU and without a cluster."""
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +37,6 @@ class SampledAnswer:
     Attributes:
         token_ids: with the end token.
         read: the answer up to its first mistake.
-        mistake: tokens from the first wrong one to the end of its line; None without a mistake.
         answer_span: [R] bool, the tokens of the final answer.
     """
 
@@ -47,7 +44,6 @@ class SampledAnswer:
     token_ids: tuple[int, ...]
     correct: bool
     read: ReadAnswer
-    mistake: slice | None
     answer_span: BoolArray
 
 
@@ -113,22 +109,14 @@ class LocalModel:
         return answers
 
     def judge(self, task: BuiltinTask, problem: Problem, group: int, token_ids: Sequence[int]) -> SampledAnswer:
-        """Judge a complete answer, whose last token is the end token, and find its first wrong tokens."""
+        """Judge a complete answer, whose last token is the end token."""
         content = token_ids[:-1]
         text = self._tokenizer.decode(content)
-        read = read_answer(task, problem, text)
-        mistake = None
-        if read.mistake is not None:
-            # Every token spells one or more characters of the text; the end token stands behind the last.
-            ends = list(accumulate(len(self._tokenizer.decode([i])) for i in content))
-            first = bisect_right(ends, read.mistake.start)
-            mistake = slice(first, max(bisect_right(ends, read.mistake.stop - 1) + 1, first + 1))
         return SampledAnswer(
             group=group,
             token_ids=tuple(token_ids),
             correct=score(task.data_source, text, problem.ground_truth, {}).correct,
-            read=read,
-            mistake=mistake,
+            read=read_answer(task, problem, text),
             answer_span=np.append(answer_mask(content, self._tokenizer.decode), False),
         )
 

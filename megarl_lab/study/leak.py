@@ -115,7 +115,7 @@ def measure_behavior(study: LeakStudy, model: LocalModel) -> Behavior:
     return Behavior(
         score=sum(answer.correct for answer in answers) / num_sampled,
         unworked=_mean(not answer.read.worked for answer in answers),
-        copied=_mean(not answer.read.worked or answer.mistake is not None for answer in answers if answer.correct),
+        copied=_mean(not answer.read.worked or answer.read.mistake is not None for answer in answers if answer.correct),
         answer_gain_right=gain(correct=True, in_answer=True),
         answer_gain_wrong=gain(correct=False, in_answer=True),
         step_gain_right=gain(correct=True, in_answer=False),

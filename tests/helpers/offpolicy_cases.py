@@ -67,12 +67,6 @@ class Case:
         """Sampler's log-probs at the head, normalised over the whole vocabulary, [B, T, k]."""
         return self.roll_logits.log_softmax(-1).gather(-1, self.head_ids)
 
-    @property
-    def support_logq(self) -> Tensor:
-        """Sampler's log-probs normalised on the support, 0 outside it, [B, T, V]."""
-        inside = self.roll_logits.masked_fill(~self.support, -math.inf).log_softmax(-1)
-        return inside.masked_fill(~self.support, 0.0)
-
 
 def cases(seed: int, n: int) -> Iterator[Case]:
     """Yield `n` cases; the kinds of KINDS come round in turn."""
