@@ -148,7 +148,7 @@ def test_whole_sections_affect() -> None:
 
 
 def test_nothing_else_affects() -> None:
-    expected = {"actor.layout", "actor.lora", "placement", "rollout.engine"}
+    expected = {"actor.layout", "actor.lora", "actor.vision.train", "placement", "rollout.engine"}
     sync = {f"sync.{each.name}" for each in fields(SyncConfig)} - {"sync.verify"}
     assert set(declared(Config, "workers")) == expected | sync | {key.partition("=")[0] for key in WORKERS}
     assert set(declared(Config, "engines")) == expected | {

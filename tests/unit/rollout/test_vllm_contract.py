@@ -26,7 +26,11 @@ PACKAGE = Path(megarl.__file__).parent
 VLLM = Path(FOUND)
 # By how megarl reaches an object: the files and classes of vLLM of whose methods it has some.
 RECEIVERS = {
-    "llm": (("entrypoints/llm.py", "LLM"), ("entrypoints/rl/offline.py", "RLOfflineMixin")),
+    "llm": (
+        ("entrypoints/llm.py", "LLM"),
+        ("entrypoints/rl/offline.py", "RLOfflineMixin"),
+        ("entrypoints/common/offline.py", "OfflineInferenceMixin"),
+    ),
     "llm_engine": (("v1/engine/llm_engine.py", "LLMEngine"),),
 }
 # Attributes of vLLM's worker that `WeightReceiver` reads, and where a worker on a GPU gets them.
