@@ -9,7 +9,6 @@ from megarl.errors import ConfigError
 
 # Where `make install` puts the Python part of torchvision, which is on no import path.
 FOLDER = "images"
-_LIBRARIES: list[object] = []
 
 
 def import_torchvision() -> None:
@@ -26,13 +25,5 @@ def import_torchvision() -> None:
         folder = Path(sys.prefix) / FOLDER
         if not (folder / "torchvision").is_dir():
             raise ConfigError(f"reading images needs torchvision, which is not in {folder}; run `make install`")
-        import torch
-
-        # Its compiled part, which is not there, would declare these; its Python part adds to their declarations, which
-        # last as long as this object.
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)
-        sys.path.append(str(folder))
+        sys.path += [str(Path(__file__).parent / "beside"), str(folder)]
     importlib.import_module("torchvision")
