@@ -26,35 +26,31 @@ from megarl.weights.safetensors_headers import check_tensors, not_expected
 from megarl.weights.tables import FAMILIES, Family, register_family
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
+
+
+def read_published(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / name / "config.json").read_text())
+    return config
+
+
 # Those of whole models, and not of one that is the language model of another.
 PLAIN = [family for family in FAMILIES.entries().values() if family.section is None]
 DENSE = [family for family in PLAIN if family.expert_ffn_key is None]
 
-# The keys of published config.json files that matter here.
-LLAMA_3_1_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
+LLAMA_3_1_8B = read_published("llama-3.1-8b")
+PHI_4 = read_published("phi-4")
+GRANITE_3_3_8B = read_published("granite-3.3-8b")
+QWEN3_0_6B = read_published("qwen3-0.6b")
+DEEPSEEK_V3 = read_published("deepseek-v3")
+MISTRAL_SMALL = read_published("mistral-small-24b")
+MISTRAL_7B_V01 = read_published("mistral-7b-v0.1")
+QWEN1_5_MOE = read_published("qwen1.5-moe-a2.7b")
+SEED_OSS_36B = read_published("seed-oss-36b")
+GLM_4_5_AIR = read_published("glm-4.5-air")
+GLM_4_7_FLASH = read_published("glm-4.7-flash")
+KIMI_K2 = read_published("kimi-k2")
+QWEN3_NEXT_80B = read_published("qwen3-next-80b-a3b")
+# The keys that matter here of such files that are not among them.
 MISTRAL_7B_V03 = {
     "architectures": ["MistralForCausalLM"],
     "hidden_act": "silu",
@@ -70,55 +66,6 @@ MISTRAL_7B_V03 = {
     "sliding_window": None,
     "tie_word_embeddings": False,
     "vocab_size": 32768,
-}
-MISTRAL_SMALL = MISTRAL_7B_V03 | {
-    "head_dim": 128,
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "rope_theta": 100000000.0,
-    "vocab_size": 131072,
-}
-PHI_4 = {
-    "architectures": ["Phi3ForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 17920,
-    "max_position_embeddings": 16384,
-    "model_type": "phi3",
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 10,
-    "original_max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 250000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 100352,
-}
-GRANITE_3_3_8B = {
-    "architectures": ["GraniteForCausalLM"],
-    "attention_bias": False,
-    "attention_multiplier": 0.0078125,
-    "embedding_multiplier": 12.0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12800,
-    "logits_scaling": 16.0,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "granite",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 8,
-    "residual_multiplier": 0.22,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 49159,
 }
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -150,31 +97,10 @@ QWEN2_5_0_5B = QWEN2_5_7B | {
     "tie_word_embeddings": True,
     "vocab_size": 151936,
 }
-QWEN3_0_6B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-GPT_OSS_120B = json.loads((CONFIGS / "gpt-oss-120b/config.json").read_text())
-GRANITE_3_1_3B = json.loads((CONFIGS / "granite-3.1-3b-a800m/config.json").read_text())
-GPT_OSS_20B = json.loads((CONFIGS / "gpt-oss-20b/config.json").read_text())
-QWEN3_30B_A3B = json.loads((CONFIGS / "qwen3-30b-a3b/config.json").read_text())
+GPT_OSS_120B = read_published("gpt-oss-120b")
+GRANITE_3_1_3B = read_published("granite-3.1-3b-a800m")
+GPT_OSS_20B = read_published("gpt-oss-20b")
+QWEN3_30B_A3B = read_published("qwen3-30b-a3b")
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"],
     "hidden_act": "silu",
@@ -201,38 +127,6 @@ DEEPSEEK_YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
     "type": "yarn",
-}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": DEEPSEEK_YARN,
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
 }
 # DeepSeek-V2, and the small one without latents of queries and without groups.
 DEEPSEEK_V2 = {
@@ -300,19 +194,10 @@ GEMMA_2B = {
     "rope_theta": 10000.0,
     "vocab_size": 256000,
 }
-QWEN3_5_9B = json.loads((CONFIGS / "qwen3.5-9b/config.json").read_text())
-QWEN3_5_35B_TEXT = json.loads((CONFIGS / "qwen3.5-35b-a3b/config.json").read_text())["text_config"] | {
-    "architectures": ["Qwen3_5MoeForCausalLM"]
-}
+QWEN3_5_9B = read_published("qwen3.5-9b")
+QWEN3_5_35B_TEXT = read_published("qwen3.5-35b-a3b")["text_config"] | {"architectures": ["Qwen3_5MoeForCausalLM"]}
 # Its language model, as transformers writes it apart from the tower.
 QWEN3_5_9B_TEXT = QWEN3_5_9B["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
-MISTRAL_7B_V01, QWEN1_5_MOE, SEED_OSS_36B, GLM_4_5_AIR, GLM_4_7_FLASH, KIMI_K2, QWEN3_NEXT_80B = (
-    json.loads((CONFIGS / name / "config.json").read_text())
-    for name in (
-        *("mistral-7b-v0.1", "qwen1.5-moe-a2.7b", "seed-oss-36b", "glm-4.5-air", "glm-4.7-flash", "kimi-k2"),
-        "qwen3-next-80b-a3b",
-    )
-)
 PUBLISHED = {
     "gemma": GEMMA_2B,
     "qwen3_5_text": QWEN3_5_9B_TEXT,
@@ -322,10 +207,10 @@ PUBLISHED = {
     "qwen2_moe": QWEN1_5_MOE,
     "glm4_moe": GLM_4_5_AIR,
     "glm4_moe_lite": GLM_4_7_FLASH,
-    "gemma2": json.loads((CONFIGS / "gemma-2-9b/config.json").read_text()),
-    "gemma3_text": json.loads((CONFIGS / "gemma-3-1b/config.json").read_text()),
-    "olmo2": json.loads((CONFIGS / "olmo-2-7b/config.json").read_text()),
-    "olmo3": json.loads((CONFIGS / "olmo-3-7b/config.json").read_text()),
+    "gemma2": read_published("gemma-2-9b"),
+    "gemma3_text": read_published("gemma-3-1b"),
+    "olmo2": read_published("olmo-2-7b"),
+    "olmo3": read_published("olmo-3-7b"),
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
     "phi3": PHI_4,
@@ -334,7 +219,7 @@ PUBLISHED = {
     "qwen3": QWEN3_0_6B,
     "qwen3_moe": QWEN3_30B_A3B,
     "mixtral": MIXTRAL_8X7B,
-    "minimax_m2": json.loads((CONFIGS / "minimax-m2/config.json").read_text()),
+    "minimax_m2": read_published("minimax-m2"),
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS_20B,
@@ -412,64 +297,39 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
-@pytest.mark.parametrize(
-    ("config", "num_parameters"),
-    [
-        # As the models' pages count them.
-        (LLAMA_3_1_8B, 8_030_261_248),
-        (MISTRAL_7B_V03, 7_248_023_552),
-        (MISTRAL_SMALL, 23_572_403_200),
-        (PHI_4, 14_659_507_200),
-        (GRANITE_3_3_8B, 8_170_864_640),
-        (QWEN2_5_7B, 7_615_616_512),
-        (QWEN2_5_0_5B, 494_032_768),
-        (QWEN3_0_6B, 596_049_920),
-        (QWEN3_30B_A3B, 30_532_122_624),
-        (MIXTRAL_8X7B, 46_702_792_704),
-        # With 58 biases of 256 experts.
-        (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),
-        (DEEPSEEK_V2, 235_741_434_880),
-        (DEEPSEEK_V2_LITE, 15_706_484_224),
-        (GEMMA_2B, 2_506_172_416),
-        (MISTRAL_7B_V01, 7_241_732_096),
-        (QWEN1_5_MOE, 14_315_784_192),
-        (SEED_OSS_36B, 36_151_104_512),
-        # With 45 biases of 128 experts, without the layer that predicts one token further.
-        (GLM_4_5_AIR, 106_852_245_504 + 45 * 128),
-        # With 46 biases of 64 experts.
-        (GLM_4_7_FLASH, 29_943_390_976 + 46 * 64),
-        (KIMI_K2, 1_026_408_232_448),
-        # As 20.91 and 116.83 billions in the models' card.
-        (GPT_OSS_20B, 20_914_757_184),
-        (GPT_OSS_120B, 116_829_156_672),
-        (GRANITE_3_1_3B, 3_298_793_472),
-    ],
-    ids=[
-        "llama-3.1-8b",
-        "mistral-7b-v0.3",
-        "mistral-small",
-        "phi-4",
-        "granite-3.3-8b",
-        "qwen2.5-7b",
-        "qwen2.5-0.5b",
-        "qwen3-0.6b",
-        "qwen3-30b-a3b",
-        "mixtral-8x7b",
-        "deepseek-v3",
-        "deepseek-v2",
-        "deepseek-v2-lite",
-        "gemma-2b",
-        "mistral-7b-v0.1",
-        "qwen1.5-moe-a2.7b",
-        "seed-oss-36b",
-        "glm-4.5-air",
-        "glm-4.7-flash",
-        "kimi-k2",
-        "gpt-oss-20b",
-        "gpt-oss-120b",
-        "granite-3.1-3b-a800m",
-    ],
-)
+COUNTS = {
+    # As the models' pages count them.
+    "llama-3.1-8b": (LLAMA_3_1_8B, 8_030_261_248),
+    "mistral-7b-v0.3": (MISTRAL_7B_V03, 7_248_023_552),
+    "mistral-small": (MISTRAL_SMALL, 23_572_403_200),
+    "phi-4": (PHI_4, 14_659_507_200),
+    "granite-3.3-8b": (GRANITE_3_3_8B, 8_170_864_640),
+    "qwen2.5-7b": (QWEN2_5_7B, 7_615_616_512),
+    "qwen2.5-0.5b": (QWEN2_5_0_5B, 494_032_768),
+    "qwen3-0.6b": (QWEN3_0_6B, 596_049_920),
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, 30_532_122_624),
+    "mixtral-8x7b": (MIXTRAL_8X7B, 46_702_792_704),
+    # With 58 biases of 256 experts.
+    "deepseek-v3": (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),
+    "deepseek-v2": (DEEPSEEK_V2, 235_741_434_880),
+    "deepseek-v2-lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
+    "gemma-2b": (GEMMA_2B, 2_506_172_416),
+    "mistral-7b-v0.1": (MISTRAL_7B_V01, 7_241_732_096),
+    "qwen1.5-moe-a2.7b": (QWEN1_5_MOE, 14_315_784_192),
+    "seed-oss-36b": (SEED_OSS_36B, 36_151_104_512),
+    # With 45 biases of 128 experts, without the layer that predicts one token further.
+    "glm-4.5-air": (GLM_4_5_AIR, 106_852_245_504 + 45 * 128),
+    # With 46 biases of 64 experts.
+    "glm-4.7-flash": (GLM_4_7_FLASH, 29_943_390_976 + 46 * 64),
+    "kimi-k2": (KIMI_K2, 1_026_408_232_448),
+    # As 20.91 and 116.83 billions in the models' card.
+    "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
+    "gpt-oss-120b": (GPT_OSS_120B, 116_829_156_672),
+    "granite-3.1-3b-a800m": (GRANITE_3_1_3B, 3_298_793_472),
+}
+
+
+@pytest.mark.parametrize(("config", "num_parameters"), COUNTS.values(), ids=COUNTS)
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
     spec = read_model_spec(write_config(tmp_path, config))
     assert sum(math.prod(shape) for shape in spec.expected_tensors().values()) == num_parameters
@@ -576,44 +436,27 @@ QWEN2_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "shared_expert_int
 GLM4_SMALL = {"n_routed_experts": 5, "moe_intermediate_size": 16, "n_shared_experts": 2, "num_mtp_layers": 0}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "keys", "layers"),
-    [
-        ("qwen3_moe", QWEN3_SMALL, (0, 1, 2, 3, 4)),
-        # Every second layer, 1 and 3, but for layer 3.
-        ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
-        ("qwen2_moe", {**QWEN2_SMALL, "decoder_sparse_step": 2}, (1, 3)),
-        ("qwen2_moe", {**QWEN2_SMALL, "qkv_bias": False}, (0, 1, 2, 3, 4)),
-        ("qwen3_next", {**QWEN2_SMALL, "mlp_only_layers": [2]}, (0, 1, 3, 4)),
-        ("qwen3_5_moe_text", QWEN2_SMALL, (0, 1, 2, 3, 4)),
-        ("glm4_moe", GLM4_SMALL, (1, 2, 3, 4)),
-        ("glm4_moe", {**GLM4_SMALL, "attention_bias": True}, (1, 2, 3, 4)),
-        ("glm4_moe", {**GLM4_SMALL, "use_qk_norm": True}, (1, 2, 3, 4)),
-        ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
-        ("deepseek_v2", LATENT_SMALL, (2, 3, 4)),
-        ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
-        ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
-        ("gpt_oss", {"num_local_experts": 5, "head_dim": 8}, (0, 1, 2, 3, 4)),
-        ("granitemoe", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
-    ],
-    ids=[
-        "qwen3_moe",
-        "qwen3_moe-mixed",
-        "qwen2_moe",
-        "qwen2_moe-without-biases",
-        "qwen3_next",
-        "qwen3_5_moe",
-        "glm4_moe",
-        "glm4_moe-biases",
-        "glm4_moe-norms",
-        "mixtral",
-        "deepseek_v2",
-        "deepseek_v2-lite",
-        "deepseek_v3",
-        "gpt_oss",
-        "granitemoe",
-    ],
-)
+LAYERS_WITH_EXPERTS = {
+    "qwen3_moe": ("qwen3_moe", QWEN3_SMALL, (0, 1, 2, 3, 4)),
+    # Every second layer, 1 and 3, but for layer 3.
+    "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+    "qwen2_moe": ("qwen2_moe", {**QWEN2_SMALL, "decoder_sparse_step": 2}, (1, 3)),
+    "qwen2_moe-without-biases": ("qwen2_moe", {**QWEN2_SMALL, "qkv_bias": False}, (0, 1, 2, 3, 4)),
+    "qwen3_next": ("qwen3_next", {**QWEN2_SMALL, "mlp_only_layers": [2]}, (0, 1, 3, 4)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN2_SMALL, (0, 1, 2, 3, 4)),
+    "glm4_moe": ("glm4_moe", GLM4_SMALL, (1, 2, 3, 4)),
+    "glm4_moe-biases": ("glm4_moe", {**GLM4_SMALL, "attention_bias": True}, (1, 2, 3, 4)),
+    "glm4_moe-norms": ("glm4_moe", {**GLM4_SMALL, "use_qk_norm": True}, (1, 2, 3, 4)),
+    "mixtral": ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
+    "deepseek_v2": ("deepseek_v2", LATENT_SMALL, (2, 3, 4)),
+    "deepseek_v2-lite": ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "head_dim": 8}, (0, 1, 2, 3, 4)),
+    "granitemoe": ("granitemoe", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize(("model_type", "keys", "layers"), LAYERS_WITH_EXPERTS.values(), ids=LAYERS_WITH_EXPERTS)
 def test_experts_are_what_transformers_writes(
     tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
@@ -678,7 +521,7 @@ def test_experts_of_qwen3_5_as_published() -> None:
 
 def test_gemma_3_27b_as_published(tmp_path: Path) -> None:
     """Its file leaves out what equals the defaults of transformers."""
-    published = json.loads((CONFIGS / "gemma-3-27b/config.json").read_text())
+    published = read_published("gemma-3-27b")
     spec = read_model_spec(write_config(tmp_path, published))
     text = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     dims = spec.dims
