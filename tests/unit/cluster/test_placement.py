@@ -197,7 +197,7 @@ def test_resource_table() -> None:
 
 
 class FakeRay:
-    """A Ray cluster that is full, unless it `has_room`."""
+    """A Ray cluster that is full, unless it `has_room`; a wait takes no time but by the clock."""
 
     def __init__(
         self,
@@ -208,6 +208,8 @@ class FakeRay:
         has_room: bool = False,
     ) -> None:
         self.asked: list[tuple[list[dict[str, float]], str]] = []
+        self._now_s = 0.0
+        monkeypatch.setattr("megarl.cluster.remotes.awake_s", lambda: self._now_s)
         self._has_room, nodes = has_room, [_node(a, num_devices=num_devices) for a in addresses or [driver]]
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: driver)
         monkeypatch.setattr("megarl.cluster.reservation.placement_group", self._placement_group)
@@ -224,6 +226,7 @@ class FakeRay:
 
     def _get(self, refs: list[None], timeout: float) -> None:
         if not self._has_room:
+            self._now_s += timeout
             raise ray.exceptions.GetTimeoutError
 
 
