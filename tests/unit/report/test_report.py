@@ -227,6 +227,12 @@ def png_size(path: Path) -> tuple[int, int]:
 HEADLINE = "Validation score rose from 0.375 ± 0.034 before RL to 0.935 ± 0.017 after 40 steps (+0.560)."
 
 
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But that of `report`, as it takes longer than a page."""
+    monkeypatch.setattr("megarl.report.figures.write_png", lambda runs, path: path.touch())
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
     return write_report(write_run(tmp_path_factory.mktemp("report") / "sums"))
