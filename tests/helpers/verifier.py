@@ -1,8 +1,10 @@
 """Jobs of the scorers in tests.helpers.hostile_scorers, and the processes of a pool."""
 
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions
 from tests.helpers.waiting import wait_until
@@ -10,6 +12,11 @@ from tests.helpers.waiting import wait_until
 SCORERS = "tests.helpers.hostile_scorers"
 # These scorers need no algebra, whose import takes a pool most of its start.
 bare = partial(VerifierOptions, num_workers=1, preload=())
+
+
+def without_algebra() -> AbstractContextManager[object]:
+    """Nor do functions of users here, whose pools import it for the run's."""
+    return patch("megarl.rewards.custom.functions.VerifierOptions", lambda **options: bare(**options | {"preload": ()}))
 
 
 def job(scorer: str, response: str = "a", ground_truth: str = "a", **extra_info: str) -> VerifierJob:

@@ -1,7 +1,7 @@
 """Users' functions in their processes: mixing, files per source, what fails, and the trial before a run."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megarl.types import Prompt, Reward, scored_batch
 from tests.helpers.reward_items import item
 from tests.helpers.rows import random_rows
 from tests.helpers.segments import policy_segment
+from tests.helpers.verifier import without_algebra
 
 ONE = """
 import os, time
@@ -130,13 +131,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @contextmanager
 def judge_of(custom: dict[str, Any], **others: Any) -> Iterator[RuleJudge]:
-    """A judge that has processes for scorers only where `sources` name some: each test would wait for their imports."""
+    """A judge that has processes for scorers, and imports algebra, only where `sources` name some, as tests wait."""
     custom = {"workers": 2, "timeout_s": 20.0, **custom}
     config = from_dict(RewardsConfig, {"custom": custom, "verifier": {"workers": 1}, **others})
-    with nullcontext() if "sources" in others else patch("megarl.rewards.rule.VerifierPool"):
-        judge = RuleJudge(config)
-    with closing(judge):
-        yield judge
+    with ExitStack() as stack:
+        if "sources" not in others:
+            stack.enter_context(patch("megarl.rewards.rule.VerifierPool"))
+            stack.enter_context(without_algebra())
+        yield stack.enter_context(closing(RuleJudge(config)))
 
 
 def judged(judge: RuleJudge, *answers: tuple[str, str, str]) -> Judged:
@@ -358,7 +360,8 @@ def test_what_to_do_with_a_row_that_fails_is_said(files: Mapping[str, str]) -> N
 def tried(custom: dict[str, Any], truth: str) -> None:
     rewards = from_dict(RewardsConfig, {"custom": custom})
     prompt = Prompt(uid="p1", token_ids=(), data_source="a", ground_truth=truth)
-    try_functions(CustomFunctions(rewards), [prompt])
+    with without_algebra():
+        try_functions(CustomFunctions(rewards), [prompt])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from megarl.types import (
 )
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.reward_items import item
+from tests.helpers.verifier import without_algebra
 
 FILE = """
 import time
@@ -77,9 +78,8 @@ def judge(file: str) -> Iterator[RuleJudge]:
         },
         verifier=VerifierConfig(workers=1, soft_limit_s=0.5, hard_limit_s=5.0),
     )
-    opened = RuleJudge(cfg)
-    yield opened
-    opened.close()
+    with without_algebra(), closing(RuleJudge(cfg)) as opened:
+        yield opened
 
 
 def ask(judge: RuleJudge, source: str, response: str, truth: str) -> tuple[Reward, str]:
@@ -162,13 +162,13 @@ def test_which_sources_there_is_a_rule_for(file: str) -> None:
     assert Rules(RewardsConfig(custom=CustomConfig(path=file))).knows("poems")
 
 
-def test_verls_kind_of_function(file: str) -> None:
-    cfg = RewardsConfig(custom=CustomConfig(path=file, name="compute_score"), verifier=VerifierConfig(workers=1))
-    judge = RuleJudge(cfg)
-    try:
+def test_verls_kind_of_function_at_a_path_relative_to_the_working_directory(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(file).parent)
+    cfg = RewardsConfig(custom=CustomConfig(path="mine.py", name="compute_score"), verifier=VerifierConfig(workers=1))
+    with closing(RuleJudge(cfg)) as judge:
         assert ask(judge, "poems", "rose", "rose")[0] == Reward(score=4.0, correct=True, details={"index": 7.0})
-    finally:
-        judge.close()
 
 
 def test_what_a_function_says_besides_numbers_reaches_the_rollout_files(file: str, tmp_path: Path) -> None:
@@ -200,12 +200,3 @@ def test_what_a_function_says_besides_numbers_reaches_the_rollout_files(file: st
     recorder.sample_rollouts(1, RolloutBatch(prompts={"q": prompt}, samples=(sample,)), judged.rewards, [], tokenizer)
     (record,) = read_rollouts(recorder.paths.rollouts(1))
     assert json.loads(record.details) == {"chars": 4.0, "pred": "rose", "steps": ["a", None], "why": None}
-
-
-def test_paths_are_relative_to_the_working_directory(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(file).parent)
-    judge = RuleJudge(RewardsConfig(custom=CustomConfig(path="mine.py"), verifier=VerifierConfig(workers=1)))
-    try:
-        assert ask(judge, "poems", "rose", "rose")[0].correct
-    finally:
-        judge.close()

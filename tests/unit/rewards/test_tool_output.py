@@ -2,15 +2,17 @@
 users.
 """
 
+from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
-from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig
+from megarl.config.load import from_dict
+from megarl.config.rewards import RewardsConfig
 from megarl.data.chat import encode_chats
 from megarl.data.turns import InterTurnTokens
 from megarl.rewards.build import open_rewards
+from megarl.rewards.manager import RewardManager
 from megarl.types import Episode, FinishReason, Message, Prompt, Sample, environment_segment, prompt_segment
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment
@@ -55,28 +57,37 @@ def conversation(index: int, last: str) -> Sample:
     )
 
 
-@pytest.mark.parametrize("judge", ["megarl/calculator", "math", "math/last_number", "compute_score", "by_tokens"])
-def test_only_the_policys_own_answer_scores(tmp_path: Path, judge: str) -> None:
-    path = tmp_path / "mine.py"
+SCORERS = ("megarl/calculator", "math", "math/last_number")
+OWN = ("compute_score", "by_tokens")
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardManager]:
+    """A source for each scorer and each function."""
+    path = tmp_path_factory.mktemp("own") / "mine.py"
     path.write_text(FUNCTIONS.format(ids=ids_of("1776")))
-    if "/" in judge or judge == "math":
-        rewards = RewardsConfig(sources={"d": SourceConfig(scorer=judge)})
-    else:
-        rewards = RewardsConfig(custom=CustomConfig(path=str(path), name=judge, workers=1))
+    functions = {name: {"path": str(path), "name": name, "sources": [name]} for name in OWN}
+    sources = {f"of {name}": {"scorer": name} for name in SCORERS}
+    tree = {"sources": sources, "custom": {"functions": functions, "workers": 1}, "verifier": {"workers": 1}}
+    with closing(open_rewards(from_dict(RewardsConfig, tree), {*sources, *OWN}, TOKENIZER)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("source", [*(f"of {name}" for name in SCORERS), *OWN])
+def test_only_the_policys_own_answer_scores(manager: RewardManager, source: str) -> None:
     prompt = Prompt(
         uid="a",
         token_ids=PROMPT_IDS,
-        data_source="d",
+        data_source=source,
         ground_truth="1776",
         messages=(QUESTION,),
         environment="calculator",
     )
-    own = "\\boxed{1776}" if judge == "math" else "#### 1776"
+    own = "\\boxed{1776}" if source == "of math" else "#### 1776"
     samples = [conversation(0, "I do not know."), conversation(1, own), conversation(2, "calc 37*4")]
-    with closing(open_rewards(rewards, {"d"}, TOKENIZER)) as manager:
-        judging = manager.begin()
-        for sample in samples:
-            judging.add(prompt, sample)
-        judged = manager.finish([judging], samples)
+    judging = manager.begin()
+    for sample in samples:
+        judging.add(prompt, sample)
+    judged = manager.finish([judging], samples)
     assert [reward.score for reward in judged.rewards] == [0.0, 1.0, 0.0]
     assert [reward.correct for reward in judged.rewards] == [False, True, False]
