@@ -36,23 +36,21 @@ install: python ## Make .venv and install all of it for CPU; does nothing if tha
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or MODEL=smollm2, or LORA=32
 	"$(VENV)/bin/megarl" quickstart --model $(MODEL) --algo $(ALGO) --task $(TASK) --seed $(SEED) $(if $(LORA),--lora $(LORA))
 
-# Unit tests use one core each and half of the time wait, so twice as many files as there are cores run at once, in their
-# order, as the first folders wait the most. Tests of several ranks leave half a core idle, and whole runs do while they
-# start. Many start processes, which need not compile the package each. Whole runs are apart from unit tests, whose Ray
-# may still live in the worker.
+# Tests run in forks of one process, which has imported what they need (tests/helpers/forks.py). Unit tests wait half of
+# the time, so three times as many files as there are cores run at once, in their order, as the first folders wait the
+# most. Tests of several ranks leave half a core idle, and whole runs do while they start. Many start processes, which
+# need not compile the package each. Whole runs are apart from unit tests, whose Ray may still live in the worker.
 test test-wide test-lab test-slurm: export PYTHONDONTWRITEBYTECODE =
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests/unit -m "not wide and not long and not gpu" -n 4 --dist loadfile \
-		--no-loadscope-reorder
-	"$(VENV)/bin/python" -m pytest tests/e2e tests/distributed -m "not wide and not long and not gpu" -n 3 --dist loadfile \
-		--no-loadscope-reorder
+	"$(VENV)/bin/python" -m pytest tests/unit -m "not wide and not long and not gpu" --forks 6
+	"$(VENV)/bin/python" -m pytest tests/e2e tests/distributed -m "not wide and not long and not gpu" --forks 3
 
 test-wide: install ## Run what make test leaves out that takes seconds each: further layouts, models and whole runs
-	"$(VENV)/bin/python" -m pytest tests/unit tests/distributed -m "wide and not long and not gpu" -n 4 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests/e2e -m "wide and not long and not gpu" -n 3 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/unit tests/distributed -m "wide and not long and not gpu" --forks 4
+	"$(VENV)/bin/python" -m pytest tests/e2e -m "wide and not long and not gpu" --forks 3
 
 test-lab: install ## Run the tests of benches, studies, recipes and forecasts of schedules
-	"$(VENV)/bin/python" -m pytest tests/lab -m "not long and not gpu" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/lab -m "not long and not gpu" --forks 2
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
 	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"
@@ -74,7 +72,7 @@ test-newest: ## Run the trainer's tests on the newest Megatron that megarl is te
 	@echo "left out: $(NEWEST_OMITS), whose kernels do without Megatron; tests/e2e and tests/slurm, whose runs need vLLM;" \
 		"other folders of tests/unit, which do not import Megatron; long tests"
 	"$(NEWEST_VENV)/bin/python" -m pytest tests/unit/parallel tests/unit/weights tests/unit/convert tests/distributed \
-		$(addprefix --ignore=,$(NEWEST_OMITS)) -m "not long and not gpu" -n 2 --dist loadfile
+		$(addprefix --ignore=,$(NEWEST_OMITS)) -m "not long and not gpu" --forks 2
 
 test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, installed into .venv-conformance
 	@"$(PYTHON)" tools/install.py --kind peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"

@@ -4,13 +4,14 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 from tests.helpers.budget import Budget
+from tests.helpers.forks import Forks
+from tests.helpers.leftovers import unchanged
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.wide import LONG, WIDE
 
@@ -29,14 +30,22 @@ collect_ignore = ["conformance"]
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=1, help="how many processes run tests, a file each at a time")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.option.markexpr == "long" else "few")
-    config.pluginmanager.register(Budget(config))
+    budget = Budget(config)
+    config.pluginmanager.register(budget)
+    if config.option.forks > 1:
+        forks = Forks(config.option.forks, lambda file: FOLDERS.get(file, file), lambda: budget.seconds, budget.add)
+        config.pluginmanager.register(forks)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Properties belong to the default tests and, with more examples, to the long ones too."""
+    """Mark and order tests. Properties belong to the default ones and, with more examples, to the long ones too."""
     for item in items:
         if item.nodeid.startswith(tuple(LONG)):
             item.add_marker("long")
@@ -44,6 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("wide")
         if config.option.markexpr == "long" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("long")
+    # Live processes come last in their folder: others of its tests end all children of this process, or look at them.
+    first: dict[Path, int] = {}
+    for index, item in enumerate(items):
+        first.setdefault(item.path.parent, index)
+    items.sort(key=lambda item: (first[item.path.parent], item.nodeid.split("::")[0] in FOLDERS))
 
 
 def pytest_collection_finish() -> None:
@@ -92,16 +106,11 @@ FOLDERS |= dict.fromkeys(
 )
 
 
-class Scheduling(LoadFileScheduling):
-    """Distributes files to the workers of pytest-xdist, those of a folder in `LIVE` to the same one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return FOLDERS.get(file, file)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """The next test may run in the same process, or not."""
+    with unchanged():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,7 @@
 """Processor seconds of each file of tests, and how many each may take."""
 
 import os
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Mapping
 
 import psutil
 import pytest
@@ -36,7 +35,7 @@ def spent_s() -> float:
 
 
 class Budget:
-    """Adds up what each file takes; the workers of pytest-xdist hand their sums to the process that started them."""
+    """Adds up what each file takes; forks hand their sums to the process that started them."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -50,22 +49,16 @@ class Budget:
         done = yield
         if nextitem is None or nextitem.path != item.path:
             now = spent_s()
-            self._add(item.nodeid.split("::")[0], now - self._before)
+            self.add({item.nodeid.split("::")[0]: max(0.0, now - self._before)})
             self._before = now
         return done
 
-    def _add(self, file: str, seconds: float) -> None:
-        self.seconds[file] = self.seconds.get(file, 0.0) + max(0.0, seconds)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        for file, seconds in getattr(node, "workeroutput", {}).get("seconds", {}).items():
-            self._add(file, seconds)
+    def add(self, seconds: Mapping[str, float]) -> None:
+        for file, more in seconds.items():
+            self.seconds[file] = self.seconds.get(file, 0.0) + more
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput["seconds"] = self.seconds
-        elif self._over() and os.environ.get(ENFORCED) and session.exitstatus == pytest.ExitCode.OK:
+        if self._over() and os.environ.get(ENFORCED) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _over(self) -> list[str]:

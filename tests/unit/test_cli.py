@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -54,17 +54,13 @@ def model(complete_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster would be a failure; signal handlers are the test session's again afterwards."""
+def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster would be a failure."""
 
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a cluster was started")
 
     monkeypatch.setattr("megarl.cluster.cluster.Cluster", refuse)
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ import contextlib
 import re
 import runpy
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +18,9 @@ PAGE = REPOSITORY / "docs" / "convert.md"
 
 
 @pytest.fixture(autouse=True)
-def handlers_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Commands set signal handlers, and wait for slow disks."""
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For slow disks."""
     monkeypatch.setattr(engine, "fsync", lambda path: None)
-    handlers = {
-        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    }
-    yield
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def transcripts() -> list[tuple[str, list[str]]]:

@@ -2,10 +2,9 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,9 @@ GATE = "model.layers.2.mlp.gate_proj.weight"
 
 
 @pytest.fixture(autouse=True)
-def handlers_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Commands set signal handlers, and wait for slow disks."""
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For slow disks."""
     monkeypatch.setattr(engine, "fsync", lambda path: None)
-    handlers = {
-        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    }
-    yield
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_workers_adopt_the_umask_that_their_environment_names(monkeypatch: pytes
 @needs_second_user
 def test_another_user_reads_a_run_only_if_it_is_shared(tmp_path: Path) -> None:
     # Directories that pytest makes are closed.
-    for path in (tmp_path, *(above for above in tmp_path.parents if above.name.startswith(("pytest-", "popen-")))):
+    for path in (tmp_path, *(above for above in tmp_path.parents if above.name.startswith(("pytest-", "fork")))):
         path.chmod(0o755)
     program = "import sys; print(open(sys.argv[1]).read())"
     expected: dict[Share | None, bool] = {None: False, "everyone": True}

@@ -19,13 +19,10 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @pytest.fixture(autouse=True)
 def _handlers_of_a_command() -> Iterator[None]:
-    before = {each: signal.getsignal(each) for each in HANDLED}
     report = sys.unraisablehook
     leave_on_signals()
     yield
     sys.unraisablehook = report
-    for each, handler in before.items():
-        signal.signal(each, handler)
 
 
 def send(signum: int) -> None:

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -215,19 +214,13 @@ def test_engines_keep_the_nodes_of_a_split_run(opened: Callable[..., EvalInputs]
 
 
 @pytest.fixture(autouse=True)
-def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cluster would be a failure; signal handlers are the test session's again afterwards."""
+def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster would be a failure."""
 
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a cluster was started")
 
     monkeypatch.setattr("megarl.cluster.cluster.Cluster", refuse)
-    handlers = {
-        signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    }
-    yield
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture
