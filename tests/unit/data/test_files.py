@@ -1,5 +1,6 @@
 """Row files: random access, iteration, and what is said of bad ones."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,24 @@ def test_numbers_are_read_as_the_decimals_that_were_written(kind: pa.DataType, s
     assert [row["map"] for row in read] == [{"a": row["label"]} for row in read]
     # What they stand for is the same to the bit.
     assert stored_as(read[3]["label"]) == 2.0**-12
+
+
+def test_the_collector_leaves_out_what_there_was_while_rows_are_read(tmp_path: Path) -> None:
+    """Also while two readers take turns, and where the reading is broken off."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    data, was_frozen = RowFiles([path], columns=["a"]), gc.get_freeze_count() > 0
+    gc.unfreeze()
+    first, second = iter(data), iter(data)
+    assert [next(first), next(second)] == [{"a": 1}, {"a": 1}]
+    assert gc.get_freeze_count() > 0
+    assert [row["a"] for row in second] == [2]
+    assert gc.get_freeze_count() > 0
+    del first
+    assert gc.get_freeze_count() == 0
+    # A run that has frozen its objects keeps them so.
+    gc.freeze()
+    assert len(list(data)) == 2
+    assert gc.get_freeze_count() > 0
+    if not was_frozen:
+        gc.unfreeze()
