@@ -17,6 +17,10 @@ SHOWN = 3
 _EMPTY = frozenset({"", "none", "null", "nan", "n/a", "boxed", "[]", '"target":[]'})
 
 _NUMBER = re.compile(r"\d[\d.,]*")
+_ORDINAL = re.compile(r"(?:the\s+)?(\d+)(?:st|nd|rd|th)", re.IGNORECASE)
+# Two numbers or one with a decimal comma; and commas that only lists have.
+_COMMA = re.compile(r"[-+]?(?:0,\d+|\d+,(?!\d{3}$)\d+)")
+_LISTED = re.compile(r",\D|\D,|,\d{1,2},|[(\[{].*,")
 # A letter with words; and nothing but words, numbers and signs that may stand between them.
 _CHOICE = re.compile(r"(?:option|choice)\s+\(?([A-Z])\W*|\(?([A-Z])[).:](?:\s*\w.*)?", re.IGNORECASE)
 _PROSE = re.compile(r"(?:\\text\w*|\\[()\[\],;! ]|[^\W\d_]{2,}|[^\W\d_]?'[a-z]+|\b[aAI]\b|[^\w\\<>|^&\[\]]|\d)+")
@@ -32,6 +36,8 @@ def alone(answer: str) -> str | None:
     """Return the letter or number that an answer states in words, None for other answers."""
     if letter := _CHOICE.fullmatch(answer):
         return letter[1] or letter[2]
+    if ordinal := _ORDINAL.fullmatch(answer):
+        return ordinal[1]
     is_prose = _PROSE.fullmatch(answer) and (answer.count("=") == 1 or len(_NUMBER.findall(answer)) == 1)
     return last_number(answer) if is_prose else None
 
@@ -45,23 +51,34 @@ def spread_rows(num_rows: int, limit: int) -> frozenset[int]:
 def check_own_answers(prompts: Sequence[tuple[str, Prompt, SourceSpec]], max_unscorable: float) -> str:
     """Judge the ground truth of each prompt, which is named for messages, as an answer to itself.
 
-    Returns a warning that says which share of them scores as wrong or is empty, with examples; "" if none does. Raises
-    DataError if this share is above `max_unscorable` for any data source, or if a ground truth is malformed.
+    Returns a warning that says which share of them scores as wrong or is empty, with examples; "" if none does. `0,5`
+    counts as wrong unless other ground truths of its data source show that commas part answers. Raises DataError if
+    this share is above `max_unscorable` for any data source, or if a ground truth is malformed.
     """
     judged: Counter[str] = Counter()
     failed: defaultdict[str, list[str]] = defaultdict(list)
+    commas: defaultdict[str, list[str]] = defaultdict(list)
+    with_lists = set[str]()
     for where, prompt, spec in prompts:
         judged[prompt.data_source] += 1
         empty = spec.scorer.removeprefix("format/") not in FORMATS and is_empty(prompt.ground_truth)
         if empty or not _is_right(prompt, spec):
             failed[prompt.data_source].append(f"{where}: {prompt.ground_truth[:60]!r}")
+        elif "," in prompt.ground_truth and SCORERS.get(spec.variant).truths is any_mathematics:
+            if _COMMA.fullmatch(prompt.ground_truth.strip("$ ")):
+                commas[prompt.data_source].append(f"{where}: {prompt.ground_truth[:60]!r}")
+            elif _LISTED.search(prompt.ground_truth):
+                with_lists.add(prompt.data_source)
+    for source in commas.keys() - with_lists:
+        failed[source] += commas[source]
     for source, found in failed.items():
         share = len(found) / judged[source]
         if share > max_unscorable:
             raise DataError(
                 f"ground truths of {source!r}: {len(found)} of {judged[source]} ({share:.1%}) are empty or, as answers,"
-                f" judged wrong ({'; '.join(found[:SHOWN])}), expected at most {max_unscorable:.1%}; correct the "
-                "data, choose another scorer in rewards.sources, or raise rewards.ground_truths.max_unscorable"
+                f" judged wrong ({'; '.join(found[:SHOWN])}), expected at most {max_unscorable:.1%}; correct the data "
+                "(a decimal comma 0,5 to 0.5, two answers to 0, 5), choose another scorer in rewards.sources, or "
+                "raise rewards.ground_truths.max_unscorable"
             )
     if not failed:
         return ""

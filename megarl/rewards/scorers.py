@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
+from megarl.errors import DataError
 from megarl.registry import FunctionRegistry, Registry
 from megarl.rewards.truths import TruthReader, any_answer, any_mathematics, as_it_stands
 from megarl.types import Reward
@@ -172,7 +173,12 @@ def _form_of(character: str) -> str:
 
 @SCORERS.register("megarl/sums", "megarl/calculator", **AFTER_MARK)
 def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
-    """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0."""
+    """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0.
+
+    Raises DataError for a ground truth that begins with a needless zero.
+    """
+    if ground_truth.startswith("0") and ground_truth != "0":
+        raise DataError(f"ground truth {ground_truth[:60]!r}: expected a whole number without zeros before it")
     before, mark, number = response.rpartition(_MARK)
     well_formed = bool(mark) and _MARK.strip() not in before and re.fullmatch("[0-9]+", number) is not None
     return reward_of(well_formed and number == ground_truth, parse_failed=not well_formed)

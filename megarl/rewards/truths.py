@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Protocol
@@ -27,9 +27,37 @@ _ANNOUNCED = re.compile(
     r"(?=,?\s+(?:since|because)\b|[.*\s]*(?:\n|$)|\.\s)",
     re.IGNORECASE,
 )
+_MINUS = re.compile(r"^-\s+(?=\d)")
 _TEXT = re.compile(r"\\text\w*\{([^{}]*)\}")
+_SPACE = r"[\xa0\u2000-\u200f\u2028-\u202f\u205f-\u2064\u3000\ufeff]"
+_WORDS, _DIGITS = r"[a-zA-Z][a-zA-Z \-]*", r"[-+]?\d[\d.,]*"
+# Spellings of a number, or of a letter, that no reader of mathematics knows, and what is expected instead.
+_UNREADABLE: Mapping[str, tuple[str, str]] = {
+    "base": (r"[-+]?0[xXoObB][0-9a-fA-F]+", "a number to the base 10, or with its base: 48_{16}"),
+    "raised": (r"[⁰¹²³⁴-⁹₀-₉]+", "digits that stand on the line"),
+    "gap": (
+        rf"(?!\d{{1,3}}(?:{_SPACE}\d{{3}})+$)\d+(?:{_SPACE}+\d+)+",
+        "no space within a number but one before each three digits",
+    ),
+    "sign": (r".*\d\s*(?<![\^{])[-+−–]", "a sign before the number"),
+    "about": (r"(?i:about|around|approx(?:imately|\.)?|roughly|nearly|almost|circa|ca\.)\s.*", "one value"),
+    "dozen": (r"[\w\s-]+\b(?:dozen|gross)s?", "a number in digits"),
+    "either": (rf"{_DIGITS}\s+or\s+{_WORDS}|{_WORDS}\s+or\s+{_DIGITS}", "one spelling, or a list of texts"),
+    "comma": (r"[-+]?\d{1,3}(?:\.\d{3})+,\d+", "a decimal point"),
+    "kanji": (r"\d+分[の之]\d+", "a fraction in signs, such as 1/2"),
+    "cyrillic": (r"[\u0400-\u04ff]", "a letter of the Latin alphabet"),
+    "box": (r".*\\f?box(?:ed)?\s*\{[^{}]*", "a box that is closed"),
+    # Up to XXXIX they number quadrants, statements and figures.
+    "roman": (
+        r"(?=[MDCLXVI]{3})(?=.*[MDCL])M{0,3}(?:CM|CD|D?C{0,3})(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3})",
+        "a number in digits, or the scorer short_answer for texts",
+    ),
+}
+_ANY_UNREADABLE = re.compile("|".join(f"(?P<{name}>{form})" for name, (form, _) in _UNREADABLE.items()), re.DOTALL)
 # A full stop that ends a sentence, and spaces.
 _END = re.compile(r"(?<![.\s])\.?\s*$")
+# Longer texts are no numbers.
+MOST_CHARS = 80
 _FIELDS = ("value", "target", "answer", "ground_truth")
 
 
@@ -64,7 +92,7 @@ def any_answer(ground_truth: str, label: object = None) -> Sequence[str]:
     if isinstance(found, list) and not found:
         raise _unread(ground_truth, "an answer, or a list of accepted answers")
     found = found if isinstance(found, list) else [found]
-    return [_TEXT.sub(r"\1", each) for each in _each(found, ground_truth)]
+    return [_MINUS.sub("-", _TEXT.sub(r"\1", each)) for each in _each(found, ground_truth)]
 
 
 def any_mathematics(ground_truth: str, label: object = None) -> Sequence[str]:
@@ -76,6 +104,9 @@ def any_mathematics(ground_truth: str, label: object = None) -> Sequence[str]:
     found = found if isinstance(found, list) else [found]
     if len(found) == 1 or not all(isinstance(each, int | float | list) for each in found):
         read = _each(found, ground_truth)
+        for text in read:
+            if not text.isdecimal() and len(text) <= MOST_CHARS and (form := _ANY_UNREADABLE.fullmatch(text.strip())):
+                raise _unread(ground_truth, _UNREADABLE[str(form.lastgroup)][1])
         return [*read, *filter(None, map(plain_spelling, read))]
     if isinstance(label, list | dict) and not any(isinstance(each, list) for each in found):
         texts = json.dumps([str(each) for each in found])

@@ -5,6 +5,7 @@ Boxed answers are judged by `math`, in both orders. What is equal is worked out 
 
 import pytest
 
+from megarl.errors import DataError
 from megarl.rewards import score
 
 # Rule: gold, right answers, wrong answers.
@@ -116,7 +117,6 @@ MATH: dict[str, list[tuple[str, list[str], list[str]]]] = {
                 "**73** or **74**",
                 "~~73~~",
                 r"\cancel{73}",
-                "7\u200b3",
             ],
         ),
         ("343", ["7**3"], ["73", "7*3"]),
@@ -246,6 +246,13 @@ LAST_NUMBER = {
         "42 hundred | 1,42 | 42 000 | 42!"
     ),
 }
+
+
+def test_an_invisible_character_parts_the_numbers_of_an_answer() -> None:
+    """As a ground truth it is refused."""
+    assert not score("math", "\\boxed{7\u200b3}", "73", {}).correct
+    with pytest.raises(DataError, match="no space within a number"):
+        score("math", "\\boxed{73}", "7\u200b3", {})
 
 
 @pytest.mark.parametrize("rule", MATH)

@@ -12,6 +12,7 @@ from megarl.rewards import SCORERS, score, source_spec
 from megarl.rewards.custom.signatures import TRL
 from megarl.rewards.own_answer import check_own_answers
 from megarl.rewards.question import Question
+from megarl.rewards.sources import SourceSpec
 from megarl.types import Message, Prompt
 
 OF_ANSWERS = [name for name in SCORERS if SCORERS.get(name).states is not None and "@" not in name]
@@ -110,6 +111,51 @@ OTHERS: dict[str, list[object]] = {
     "B": ["B", ["B"], '["B"]', "['B']", ["B", "C"]],
 }
 
+# Spellings of 72, 1234, -72, 0.5 and B that files may hold, parted by two spaces. Those that no scorer could be right
+# about, or that were read as something else, come first: the quick test takes them alone.
+UNUSUAL = {
+    "72": (
+        "7\u200b2  7\u200972  ⁷²  ₇₂  LXXII  0x48  0b1001000  0o110  six dozen  6 dozen  about 72  approx. 72"
+        "  72 or seventy-two  seventy-two or 72  72−  72-  \\boxed{72  72th  72nd  the 72nd  072  0072  72,0"
+    ),
+    "1234": "1.234,0  1.234,56  MCCXXXIV",
+    "-72": "- 72  72-",
+    "0.5": "0,5  0,50  ２分の１",
+    "B": "В",
+}
+USUAL = {
+    "72": (
+        "７２  72\u200b  \u200b72  \ufeff72  “72”  „72“  «72»  ‘72’  \"72\"  '72'  `72`  7.2e1  7.2E1  7.2e+01  0.72e2"
+        "  72e0  seventy-two  seventy two  Seventy-Two  Seventy-two.  ٧٢  ७२  +72  ＋72  72.  72.00  72.000  $72$  $72"
+        "  72$  \\$72  72%  72\\%  72 clips  72 clips.  (72)  [72]  {72}  \\{72\\}  \\text{72}  \\mathrm{72}  \\(72\\)"
+        "  \\[72\\]  $$72$$  x=72  x = 72  n=72.  =72  ≈72  ~72  72;  72,  72:  #72  No. 72  \u00a072  72\u00a0  72\t"
+        "  \n72  72 (seventy-two)  i.e. 72  *72*  **72**  _72_  72°  72^\\circ  72 degrees  7.2\\times10^1  7.2×10¹"
+        "  7.2*10^1  7.2 x 10^1  72/1  144/2  \\frac{144}{2}  𝟕𝟐  ⑦②  the 72  72 only  exactly 72  a total of 72  so 72"
+        "  72 = 72  48+24  48+24=72  72 is the answer  ans 72  ANSWER 72  answer\n72  Answer is 72  −(−72)  72−0"
+        "  &#55;&#50;  72<br>  <b>72</b>  72&nbsp;  \\boxed 72  boxed{72}  72 \\\\  \\displaystyle 72"
+        "  \\left(72\\right)  72\\,  72{}  \u202d72\u202c  72\x0b  \u300072  72!  1001000_2  7\\,2"
+    ),
+    "1234": (
+        "1,234  1 234  1'234  1_234  1{,}234  1\\,234  １，２３４  1\u202f234  1\u2009234  1,234.0  1.234e3  1234.0"
+        "  one thousand two hundred thirty-four"
+    ),
+    "-72": "−72  －72  –72  -72.0  minus 72  negative seventy-two  (-72)  -7.2e1",
+    "0.5": (
+        "½  1/2  .5  0.50  five tenths  one half  half  50%  \\frac12  \\dfrac{1}{2}  \\tfrac12  １／２  1⁄2  5e-1"
+        "  0.5e0  5.0e-01"
+    ),
+    "B": "Ｂ  “B”  B\u200b  (B)  B.  b  **B**  \\text{B}  Ⓑ  B)  option B",
+}
+BY_SPELLING = ("strict", "answer_line")
+# A right answer of these spellings has the same spelling, or means something else than the number.
+OTHER_ANSWERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("48+24", "72−0", "\\{72\\}", "50%"), BY_SPELLING),  # which compare how answers are written
+    "72!": tuple({*OF_ANSWERS}),  # a factorial
+    "1001000_2": tuple({*OF_ANSWERS}),  # a number to another base, which its question asks for
+    "7\\,2": tuple({*OF_ANSWERS}),  # two numbers, as LaTeX prints them
+    "b": tuple({*OF_ANSWERS}),  # a variable
+}
+
 
 def judged(scorer: str, label: object, answer: str) -> bool | None:
     """Return whether an answer is right by a scorer, None if the row is refused before a run starts."""
@@ -156,6 +202,45 @@ def test_a_number_in_another_spelling_is_read_or_the_row_is_refused(scorer: str)
     for answer, spellings in SPELLED.items():
         for spelling in spellings.split("|"):
             assert judged(scorer, spelling, answer) in (True, None), spelling
+
+
+def silent_cells(scorer: str, table: dict[str, str]) -> list[str]:
+    """Spellings that are neither refused nor right, or with which a wrong answer is right."""
+    wrong = {"72": "73", "1234": "1235", "-72": "72", "0.5": "0.6", "B": "C"}
+    return [
+        spelling
+        for answer, spellings in table.items()
+        for spelling in spellings.split("  ")
+        if scorer not in OTHER_ANSWERS.get(spelling, ())
+        and (judged(scorer, spelling, answer) is False or judged(scorer, spelling, wrong[answer]))
+    ]
+
+
+@pytest.mark.parametrize("scorer", sorted({*OF_ANSWERS} - {"short_answer"}))
+def test_no_unusual_spelling_is_silently_wrong(scorer: str) -> None:
+    """Texts are all that `short_answer` compares."""
+    assert not silent_cells(scorer, UNUSUAL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scorer", sorted({*OF_ANSWERS} - {"short_answer"}))
+def test_no_spelling_is_silently_wrong(scorer: str) -> None:
+    assert not silent_cells(scorer, USUAL)
+
+
+def test_a_comma_is_a_decimal_point_unless_other_truths_show_that_commas_part_answers() -> None:
+    def prompts(*truths: str) -> list[tuple[str, Prompt, SourceSpec]]:
+        spec = source_spec("math")
+        return [
+            (f"row {i}", Prompt(uid=str(i), data_source="math", token_ids=(1,), ground_truth=truth), spec)
+            for i, truth in enumerate(truths)
+        ]
+
+    for alone in ("0,5", "12,75", "0,125", "-3,5", "72,0"):
+        with pytest.raises(DataError, match=rf"'{alone}'\).*a decimal comma 0,5 to 0\.5, two answers to 0, 5"):
+            check_own_answers(prompts("7", "1,234", "1,234,567", alone), 0.0)
+    for listed in ("1,-2", "3, 5", "3,5,7", "(0,1)", "\\frac{1}{2},3"):
+        assert not check_own_answers(prompts("0,5", "12,75", listed), 0.0)
 
 
 @pytest.mark.parametrize("scorer", ["letters", "math", "strict", "answer_line", "math_verify"])
