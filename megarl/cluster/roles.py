@@ -9,12 +9,19 @@ from megarl.config.setting import affected
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import engine_spec, max_logprobs
 from megarl.types import TokenQuantity
-from megarl.types.messages import Head, Role, RoleSpec
+from megarl.types.messages import Head, Role, RoleSpec, Vision
 
 
 def actor_role(config: Config) -> RoleSpec:
     """Return the specification of the actor: the policy, which every run trains."""
-    return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+    return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor, vision=_vision(config, moves=True))
+
+
+def _vision(config: Config, *, moves: bool = False) -> Vision | None:
+    """Return how a run's models read the images of its prompts; None: it has none. moves: with the actor, or as it."""
+    if config.image_store is None:
+        return None
+    return Vision(store=config.image_store, train=config.actor.vision.train if moves else "none")
 
 
 def roles_of(config: Config, required: Collection[TokenQuantity]) -> tuple[RoleSpec, ...]:
@@ -36,7 +43,15 @@ def _scalar_role(config: Config, role: Role, model_path: str | None, *, trainabl
     """Return a critic or reward model, whose adapters, if it has any, may be on the actor's weights."""
     model, settings = _model(config, model_path), role_settings(config)[role]
     base_of = None if settings.lora is None else _base_of(config, model, settings.layout)
-    return RoleSpec(role=role, model=model, settings=settings, head=Head.SCALAR, trainable=trainable, base_of=base_of)
+    return RoleSpec(
+        role=role,
+        model=model,
+        settings=settings,
+        head=Head.SCALAR,
+        trainable=trainable,
+        base_of=base_of,
+        vision=_vision(config),
+    )
 
 
 def teacher_roles(config: Config) -> list[RoleSpec]:
@@ -57,6 +72,7 @@ def teacher_roles(config: Config) -> list[RoleSpec]:
             # One that never moves is a frozen model.
             update_rate=rate or None,
             base_of=_base_of(config, _model(config, each.model_path), settings[key].layout),
+            vision=_vision(config, moves=bool(rate)),
         )
         for key, each in teachers_of(config).items()
         if not each.servers
@@ -81,6 +97,7 @@ def reference_role(config: Config) -> RoleSpec:
         base_of=base_of,
         update_rate=None if every is None else 1.0,
         update_every=every or 1,
+        vision=_vision(config, moves=every is not None),
     )
 
 

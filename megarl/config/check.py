@@ -22,6 +22,7 @@ from megarl.config.check_engines import (
     check_sync,
     check_trainer_nodes,
 )
+from megarl.config.check_images import check_images, check_no_images
 from megarl.config.check_lora import check_lora, check_lora_sync
 from megarl.config.check_optimizers import check_optimizers
 from megarl.config.check_rows import (
@@ -270,6 +271,7 @@ def _require_validated_checkpoints(
 _SECTIONS = ("run", "model", "actor", "cluster")
 _RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_lora, check_optimizers, check_trainer_nodes)
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
+_TEXTS: tuple[Rule, ...] = (*_RULES, *_ROWS, check_no_images)
 _SAMPLES: tuple[Rule, ...] = (check_quantization, check_lora_sync)
 _ENGINES: tuple[Rule, ...] = (check_engines, check_cache, check_drafts, check_sync)
 
@@ -291,6 +293,7 @@ check_train = CommandCheck(
         check_reference_reset,
         check_reward_model,
         check_distill,
+        check_images,
         check_written,
         check_replayed_routing,
         check_actor_trains,
@@ -302,20 +305,19 @@ check_train = CommandCheck(
 # A user's own loop brings its data, its rewards and its length.
 check_session = CommandCheck(
     sections=(*_SECTIONS, "reference", "critic", "rollout", "placement", "sync"),
-    rules=(*_RULES, *_ROWS, check_role_layouts, check_replayed_routing, *_SAMPLES, *_ENGINES),
+    rules=(*_TEXTS, check_role_layouts, check_replayed_routing, *_SAMPLES, *_ENGINES),
 )
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),
     rules=(
-        *(*_RULES, check_sft_row_fits_micro_batch, check_distill, check_distill_of_sft, check_written),
+        *(*_RULES, check_sft_row_fits_micro_batch, check_distill, check_distill_of_sft, check_images, check_written),
         partial(check_supervised, name="sft"),
     ),
 )
 check_train_reward = CommandCheck(
     sections=(*_SECTIONS, "train_reward"),
     rules=(
-        *_RULES,
-        *_ROWS,
+        *_TEXTS,
         check_no_reward_model,
         check_pair_fits_micro_batch,
         partial(check_supervised, name="train_reward"),
@@ -324,8 +326,7 @@ check_train_reward = CommandCheck(
 check_train_preference = CommandCheck(
     sections=(*_SECTIONS, "train_preference", "reference", "critic", "reward_model"),
     rules=(
-        *_RULES,
-        *_ROWS,
+        *_TEXTS,
         check_responses_fit_micro_batch,
         check_role_layouts,
         partial(check_supervised, name="train_preference"),
@@ -334,7 +335,7 @@ check_train_preference = CommandCheck(
 # An evaluation uses engines, but does not train.
 check_eval = CommandCheck(
     sections=("run", "actor.layout", "rewards", "rollout.engine", "placement", "sync", "cluster"),
-    rules=(check_batch_invariance, check_row_fits_engine, check_lora, check_trainer_nodes, *_ENGINES),
+    rules=(check_batch_invariance, check_no_images, check_row_fits_engine, check_lora, check_trainer_nodes, *_ENGINES),
 )
 # A reward service has no model and no data.
 check_serve_reward = CommandCheck(sections=("rewards",))

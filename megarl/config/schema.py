@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.algo import AlgoConfig
@@ -141,6 +142,10 @@ class DataConfig:
     # Let the policy continue the assistant's turn with which a prompt ends; false: such a prompt is an error. Scorers
     # read only what the policy writes.
     prefill: bool = False
+    # Column with the images of a row, for models that read images: one or a list, each its bytes, or a path relative to
+    # the file. They stand in the place of each <image> in the row's texts. null: rows have texts alone.
+    image_key: str | None = None
+    max_image_pixels: int = setting(1 << 25, AT_LEAST_1)  # Number of pixels of the largest image that is read.
     shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
     def check(self, key: str) -> None:
@@ -291,6 +296,11 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def image_store(self) -> str | None:
+        """Return the directory that has the run's images by their digests; None: it reads texts alone."""
+        return None if self.data.image_key is None else str(Path(self.run.dir).absolute() / self.run.name / "images")
 
 
 def teacher_sections(config: Config) -> dict[str, TeacherConfig]:

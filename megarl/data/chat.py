@@ -12,6 +12,7 @@ from megarl.data.thoughts import after_prompt, has_thought
 from megarl.data.tokenizer_files import check_copies, parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
+from megarl.types.turns import IMAGE_MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,7 +151,7 @@ def render_chats(
 
     def written(part: Sequence[Sequence[Message]], *, opened: bool, continued: bool = False) -> list[str]:
         texts: list[str] = tokenizer.apply_chat_template(
-            [[message.as_dict() for message in chat] for chat in part],
+            [[_as_turn(message) for message in chat] for chat in part],
             tokenize=False,
             add_generation_prompt=opened,
             continue_final_message=continued,
@@ -168,6 +169,16 @@ def render_chats(
             except _TEMPLATE_ERRORS as error:
                 raise TemplateRefusal(where, chat, error) from error
         raise
+
+
+def _as_turn(message: Message) -> dict[str, object]:
+    """Return a turn as templates take it: one with images as a list of parts."""
+    turn: dict[str, object] = {**message.as_dict()}
+    if message.has_images:
+        first, *texts = ({"type": "text", "text": text} for text in message.content.split(IMAGE_MARK))
+        parts = [first, *(part for text in texts for part in ({"type": "image"}, text))]
+        turn["content"] = [part for part in parts if part.get("text") != ""]
+    return turn
 
 
 def _continued(prompt: str, answer: str, whole: str) -> str:

@@ -33,7 +33,7 @@ UNREAD_COLUMNS = {
     ),
     **dict.fromkeys(
         ("image", "images", "image_path", "image_url", "multi_modal_data", "video", "videos", "audio", "audios"),
-        "models are trained on texts alone; leave the row out",
+        "leave the row out, or name a column of images in data.image_key, for a model that reads them",
     ),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set data.chat_template, for all rows, instead"),
     **dict.fromkeys(("documents", "history"), "write it into the prompt instead"),
@@ -320,6 +320,10 @@ class RowFiles:
         """Return a name of row `index` for messages: its file and its position there, counted from 0."""
         which, row = self._locate(index)
         return f"{self._names[which]} row {row}"
+
+    def file_of(self, index: int) -> Path:
+        """Return the file that has row `index`."""
+        return self.paths[self._locate(index)[0]]
 
     def _locate(self, index: int) -> tuple[int, int]:
         which = bisect_right(self._ends, index)

@@ -1,11 +1,15 @@
 """Read chats as lists of turns, each with a speaker and a text."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megarl.data.files import PLAIN, UNREAD_COLUMNS
 from megarl.data.written import read_turns, require_text
 from megarl.errors import DataError
 from megarl.types import Message
+
+if TYPE_CHECKING:
+    from megarl.data.images import RowsImages
 
 # ShareGPT's names of speakers.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {
@@ -26,8 +30,12 @@ UNREAD_TURN_KEYS: Mapping[str, str] = {
 }
 
 
-def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
+def read_messages(
+    row: Mapping[str, object], name: str, where: str, *, text_role: str = "", images: "RowsImages | None" = None
+) -> tuple[Message, ...]:
     """Read a list of turns from column `name`. With `text_role`, a plain text becomes one turn with that role.
+
+    images: those of the row, for which marks in the texts stand; None: the texts have none.
 
     Raises DataError, which names `where`, for anything else.
     """
@@ -37,7 +45,8 @@ def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role
     if text_role and isinstance(value, str):
         if value.startswith("["):
             require_text(value, f"{where}: {name}")
-        return (Message(role=text_role, content=value),)
+        has_images = images is not None and images.text(value, f"{where}: {name}")[1]
+        return (Message(role=text_role, content=value, has_images=has_images),)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__
         raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
@@ -52,7 +61,13 @@ def read_messages(row: Mapping[str, object], name: str, where: str, *, text_role
             raise DataError(f"{place}: {min(unread)} is not read here; {UNREAD_TURN_KEYS[min(unread)]}")
         item = _as_openai_turn(item, place)
         given = {key: text_of(item, key, place) for key in _SHOWN if item.get(key)}
-        message = Message(role=text_of(item, "role", place), content=text_of(item, "content", place), **given)
+        content, has_images = item.get("content"), False
+        if images is not None:
+            content, has_images = images.text(content, f"{place}: content")
+        text = text_of({"content": content}, "content", place)
+        message = Message(role=text_of(item, "role", place), content=text, has_images=has_images, **given)
+        if has_images and message.role == "assistant":
+            raise DataError(f"{place}: an answer shows an image, but models write texts alone; write it without")
         if message.name and message.role == "assistant":
             raise DataError(f"{place}: the policy writes no name before an answer; remove name, or rename the role")
         role = message.role.strip().lower()

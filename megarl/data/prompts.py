@@ -30,10 +30,12 @@ from megarl.data.roles import require_words
 from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import ConfigError, DataError
-from megarl.types import Message, Prompt
+from megarl.types import Message, Prompt, RowImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.images import DataImages, RowsImages
 
 # Marks a token for which the demonstrator's probability is unknown.
 UNKNOWN_PROB = -1.0
@@ -47,12 +49,18 @@ def no_tools(_: str) -> Sequence[Mapping[str, object]]:
 
 
 def read_prompt(
-    row: Mapping[str, object], where: str, form: DataConfig, environment: EnvironmentConfig
+    row: Mapping[str, object],
+    where: str,
+    form: DataConfig,
+    environment: EnvironmentConfig,
+    images: "RowsImages | None" = None,
 ) -> tuple[PromptRecord, str]:
     """Parse a row, and return also its environment; DataError if it has no question and no environment that writes
     one.
     """
-    record, name = parse_prompt(row, where, form), environment_of(row, where, environment)
+    record, name = parse_prompt(row, where, form, images), environment_of(row, where, environment)
+    if name and record.images:
+        raise DataError(f"{where}: shows images, which the environment {name} cannot read; leave one of the two out")
     if not name:
         if record.extra_info.get("need_tools_kwargs"):
             raise DataError(f"{where}: extra_info: need_tools_kwargs asks for tools; set environment.default to theirs")
@@ -79,6 +87,7 @@ class PromptDataset:
     answers: encodes demonstrations; None: as the tokenizer alone says. vocabulary: DataError for tokens of prompts and
     demonstrations without a row in the model's embedding. cpo: prompts carry the texts of which hints are made; a field
     that it names and `extra_info` lacks is the column of that name.
+    images: read those of the rows; None: rows are texts alone.
     `spelled`: rows whose texts spell special tokens. `by_roles`: of each sequence of roles that prompts have, the first
     prompt.
     """
@@ -95,10 +104,11 @@ class PromptDataset:
         answers: Answers | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
         cpo: CpoConfig | None = None,
+        images: "DataImages | None" = None,
     ) -> None:
         self._with_targets = cpo is not None and cpo.hint.source == "demonstration"
         self._fields = [name for name in (cpo.hint.field, cpo.difficulty_field) if name] if cpo else []
-        self._settings, self._environment = settings, environment or EnvironmentConfig()
+        self._settings, self._environment, self.images = settings, environment or EnvironmentConfig(), images
         columns = [*prompt_columns(settings), self._environment.key, *self._fields]
         if demonstrations or self._with_targets:
             columns += [settings.target_key, TARGET_PROBS]
@@ -108,8 +118,8 @@ class PromptDataset:
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
         self._kept, self.num_target_probs = array("q"), 0
-        self.by_roles, self._indexed = dict[tuple[str, ...], int](), dict[int, str]()
-        self.spelled = SpelledSpecialTokens(tokenizer)
+        self.by_roles, self.spelled = dict[tuple[str, ...], int](), SpelledSpecialTokens(tokenizer)
+        self._indexed, self._shown = dict[int, str](), dict[int, tuple[RowImage, ...]]()
         encoder = None if demonstrations is None else answers or Answers(tokenizer)
         sources, environments = set[str](), set[str]()
         rows = (self._checked(i, row) for i, row in enumerate(self._files))
@@ -122,7 +132,8 @@ class PromptDataset:
                 places, chats = [where for _, where, *_ in part], [record.messages for *_, record, _ in part]
                 tools = self._tools(tools_of, name, places[0]) if name else ()
                 prompts += encode_chats(tokenizer, chats, prefill=True, tools=tools, places=places)
-            for (index, where, row, record, _), ids in zip(chunk, prompts, strict=True):
+            for (index, where, row, record, _), written in zip(chunk, prompts, strict=True):
+                ids = self._with_images(written, record, index)
                 if len(ids) <= settings.max_prompt_tokens:
                     vocabulary.require(ids, where)
                     self.spelled.look((*record.messages, *(self._target(row, where) if demonstrations else ())), where)
@@ -141,6 +152,15 @@ class PromptDataset:
         # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
         self._require_usable(demonstrations)
+
+    def _with_images(self, ids: list[int], record: PromptRecord, index: int) -> list[int]:
+        """Return a prompt's tokens with those of its images, and note these."""
+        if self.images is None:
+            return ids
+        expanded = self.images.expand(ids, record.messages, record.images, self._files.where(index))
+        if expanded.images:
+            self._shown[index] = expanded.images
+        return expanded.token_ids
 
     def _tools(self, tools_of: ToolsOf, name: str, where: str) -> Sequence[Mapping[str, object]]:
         try:
@@ -196,7 +216,8 @@ class PromptDataset:
     ) -> tuple[int, str, Mapping[str, object], PromptRecord, str]:
         """Parse a row, and return it with its place and its environment."""
         where = self._files.where(index)
-        record, environment = read_prompt(row, where, self._settings, self._environment)
+        images = None if self.images is None else self.images.of_row(self._files, index, row)
+        record, environment = read_prompt(row, where, self._settings, self._environment, images)
         if record.indexed:
             self._indexed[index] = record.indexed
         return index, where, row, record, environment
@@ -214,8 +235,7 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]
-        row, where = self._files[place], self._files.where(place)
-        record = parse_prompt(row, where, self._settings)
+        _, where, row, record, environment = self._checked(place, self._files[place])
         demonstration = self._demonstrations[index] if self._demonstrations else ()
         probs = parse_target_probs(row, where) if self._demonstrations else ()
         fields = {name: row[name] for name in self._fields if row.get(name) is not None}
@@ -230,7 +250,8 @@ class PromptDataset:
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
             target=target[0].content if target else "",
-            environment=environment_of(row, where, self._environment),
+            environment=environment,
             label=None if isinstance(record.label, str) else record.label,
             is_text=[row.get(self._settings.prompt_key)] == [message.content for message in record.messages],
+            images=self._shown.get(place, ()),
         )

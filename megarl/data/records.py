@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.messages import read_answer, read_messages, text_of
@@ -23,6 +24,9 @@ from megarl.data.roles import require_question, require_words
 from megarl.data.written import read_structure, read_turns
 from megarl.errors import DataError
 from megarl.types import Message
+
+if TYPE_CHECKING:
+    from megarl.data.images import RowsImages
 
 TARGET_PROBS = "target_probs"
 # An answer to `prompt` besides `target`, by the names that verl and TRL give it.
@@ -43,6 +47,7 @@ class PromptRecord:
     """One parsed prompt row; `ground_truth` may be empty if a reward model judges responses (style "model").
 
     label: the ground truth as the row has it. indexed: the column of choices of which it may be an index; empty: none.
+    images: the digests of those that its marks stand for.
     """
 
     messages: tuple[Message, ...]
@@ -51,14 +56,19 @@ class PromptRecord:
     label: object
     extra_info: Mapping[str, object]
     indexed: str = ""
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationRecord:
-    """One parsed row of supervised training: a chat, and the indices of the answers in it to imitate, ascending."""
+    """One parsed row of supervised training: a chat, and the indices of the answers in it to imitate, ascending.
+
+    images: the digests of those that its marks stand for.
+    """
 
     messages: tuple[Message, ...]
     trained: tuple[int, ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +85,12 @@ def prompt_columns(form: DataConfig) -> tuple[str, ...]:
     label = "reward_model" if form.label_key is None else form.label_key
     # Choices complete a question, of whose column nobody knows whether it has them.
     choices = () if form.prompt_key == "question" else _CHOICES
-    return (form.prompt_key, form.source_key, label, "extra_info", "system", *choices)
+    return (form.prompt_key, form.source_key, label, "extra_info", "system", *choices, *image_columns(form))
+
+
+def image_columns(form: DataConfig) -> tuple[str, ...]:
+    """Return the column with images, if one is named."""
+    return () if form.image_key is None else (form.image_key,)
 
 
 # The remedy for files without a required column.
@@ -87,7 +102,9 @@ def required_columns(form: DataConfig) -> tuple[str, ...]:
     return form.prompt_key, form.label_key or "reward_model"
 
 
-def parse_prompt(row: Mapping[str, object], where: str, form: DataConfig | None = None) -> PromptRecord:
+def parse_prompt(
+    row: Mapping[str, object], where: str, form: DataConfig | None = None, images: "RowsImages | None" = None
+) -> PromptRecord:
     """Parse a prompt row, with the column names in `form`; DataError names the row (`where`) and what is wrong.
 
     A ground truth that is not text, such as Countdown's {target, numbers}, becomes JSON. The data source may be in its
@@ -117,7 +134,7 @@ def parse_prompt(row: Mapping[str, object], where: str, form: DataConfig | None 
         raise DataError(
             f"{where}: {form.source_key} is missing; name the column in data.source_key, or set data.default_source"
         )
-    messages = read_messages(row, form.prompt_key, where, text_role="user")
+    messages = read_messages(row, form.prompt_key, where, text_role="user", images=images)
     if not form.prefill:
         require_question(messages, form.prompt_key, where)
     return PromptRecord(
@@ -126,6 +143,7 @@ def parse_prompt(row: Mapping[str, object], where: str, form: DataConfig | None 
         ground_truth=text,
         label=label,
         extra_info=extra_info,
+        images=() if images is None else images.require_all(),
         indexed=_indexed(text, row, extra_info, where) if _INDEX.fullmatch(text) else "",
     )
 
@@ -174,7 +192,7 @@ def _without_nulls(value: object) -> object:
 def demonstration_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
     """Return the columns that `parse_demonstration` reads, whose names `form` and `settings` can set."""
     chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
-    return (*chats, form.prompt_key, *_answer_columns(form, settings), "system")
+    return (*chats, form.prompt_key, *_answer_columns(form, settings), "system", *image_columns(form))
 
 
 def _answer_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
@@ -182,7 +200,11 @@ def _answer_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
 
 
 def parse_demonstration(
-    row: Mapping[str, object], where: str, form: DataConfig | None = None, settings: SftConfig | None = None
+    row: Mapping[str, object],
+    where: str,
+    form: DataConfig | None = None,
+    settings: SftConfig | None = None,
+    images: "RowsImages | None" = None,
 ) -> DemonstrationRecord:
     """Parse a row of supervised training; DataError names the row (`where`) and what is wrong.
 
@@ -197,7 +219,7 @@ def parse_demonstration(
     answer = next((name for name in answers if row.get(name)), None)
     if row.get(form.prompt_key) and answer is not None:
         target = read_answer(row, answer, where)
-        prompt = read_messages(row, form.prompt_key, where, text_role="user")
+        prompt = read_messages(row, form.prompt_key, where, text_role="user", images=images)
         require_question(prompt, form.prompt_key, where)
         messages = (*prompt, target)
         trained: tuple[int, ...] = (len(messages) - 1,)
@@ -210,7 +232,7 @@ def parse_demonstration(
                 f"{', '.join(chats)}, or {form.prompt_key} with one of {', '.join(answers)}; sft.chat_key, "
                 "data.prompt_key and sft.answer_key name other columns"
             )
-        messages, trained = _parse_chat(row, name, where)
+        messages, trained = _parse_chat(row, name, where, images)
     num_turns, messages = len(messages), _with_system(row, messages, where, form)
     trained = tuple(i + len(messages) - num_turns for i in trained)
     if not trained or 0 in trained:
@@ -219,10 +241,13 @@ def parse_demonstration(
             "on, after another turn; add what it answers, or remove the row"
         )
     require_words(messages, where)
-    return DemonstrationRecord(messages=messages, trained=trained)
+    shown = () if images is None else images.require_all()
+    return DemonstrationRecord(messages=messages, trained=trained, images=shown)
 
 
-def _parse_chat(row: Mapping[str, object], name: str, where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+def _parse_chat(
+    row: Mapping[str, object], name: str, where: str, images: "RowsImages | None"
+) -> tuple[tuple[Message, ...], tuple[int, ...]]:
     """Read a chat in OpenAI's or ShareGPT's form, and the indices of the turns to imitate."""
     chat, turns, left_out = read_turns(row[name], f"{where}: {name}"), list[object](), list[int]()
     for i, turn in enumerate(chat if isinstance(chat, list | tuple) else ()):
@@ -233,7 +258,7 @@ def _parse_chat(row: Mapping[str, object], name: str, where: str) -> tuple[tuple
                 raise DataError(f"{place}: {wrong} is {turn[wrong]!r}, expected true or false, or 1 or 0")
             left_out += [i] * any(bool(value) is (key == "masked") for key, value in switches.items())
         turns.append(turn)
-    messages = read_messages({name: turns or chat}, name, where)
+    messages = read_messages({name: turns or chat}, name, where, images=images)
     return messages, tuple(i for i, message in enumerate(messages) if message.role == "assistant" and i not in left_out)
 
 

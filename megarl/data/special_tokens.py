@@ -57,6 +57,8 @@ class SpelledSpecialTokens:
             self._roles.require(chat, where, whole=whole)
         for number, message in enumerate((*messages, *rejected[-1:])):
             for found in self._marks.finditer(message.content):
+                if found.lastgroup == "media" and message.has_images:
+                    continue
                 if message.role != "assistant" or found.end() < len(message.content):
                     kind = str(found.lastgroup)
                     self.num_rows[kind] += 1

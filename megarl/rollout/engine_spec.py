@@ -94,6 +94,7 @@ def engine_spec(config: Config) -> EngineSpec:
         captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
         binds=config.placement.bind_numa,
         lora=sent_alone(config.actor.lora),
+        vision=None if (store := config.image_store) is None else Vision(store=store, train=config.actor.vision.train),
     )
 
 

@@ -8,7 +8,7 @@ from time import process_time
 from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
 from megarl.config.check import TRAINING_CHECKS
-from megarl.config.schema import Config
+from megarl.config.schema import Config, DataConfig
 from megarl.config.target import target_in_words
 from megarl.data.files import RowFiles
 from megarl.data.prompts import read_prompt
@@ -170,7 +170,7 @@ def _check_data(config: Config, command: str) -> None:
             rows = RowFiles(files, columns=demonstration_columns(form, sft), unread=())
         else:
             rows = RowFiles(files, columns=preference_columns(form), required=PREFERENCE_SIDES, unread=())
-        for where, row in _first(rows):
+        for where, row in _first(rows, form):
             if command == "sft":
                 parse_demonstration(row, where, form, sft)
             else:
@@ -190,7 +190,7 @@ def check_prompts(config: Config, files: Sequence[str] = ()) -> RowFiles:
     firsts = dict[str, Prompt]()
     files = files or train_files(config.data.train)
     rows = RowFiles(files, columns=columns, required=required_columns(config.data), remedy=NAME_COLUMNS, unread=())
-    for where, row in _first(rows):
+    for where, row in _first(rows, config.data):
         record, environment = read_prompt(row, where, config.data, config.environment)
         try:
             if environment and environment not in firsts:
@@ -213,9 +213,10 @@ def check_prompts(config: Config, files: Sequence[str] = ()) -> RowFiles:
     return rows
 
 
-def _first(rows: RowFiles) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _first(rows: RowFiles, form: DataConfig) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield the first rows with their places; none if they have images, which need libraries."""
     until = process_time() + _ROWS_S
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows if form.image_key is None else ()):
         yield rows.where(i), row
         if process_time() > until:
             break

@@ -47,6 +47,8 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
             for warning in (*inputs.warnings, *start_warnings(config)):
                 print_lines(f"warning: {warning}")
+            if inputs.train.images is not None:
+                inputs.train.images.keeps = True
             with _heartbeat(recorder, lock, "train"), starting(logs := recorder.paths.logs):
                 from megarl.cluster.cluster import Cluster
 
@@ -79,6 +81,8 @@ def train_supervised(
         with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
                 print_lines(line)
+            if inputs.images is not None:
+                inputs.images.keeps = True
             with _heartbeat(recorder, lock, command), starting(logs := recorder.paths.logs):
                 from megarl.cluster.cluster import Cluster
 

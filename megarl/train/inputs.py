@@ -19,6 +19,7 @@ from megarl.config.schema import Config, role_settings
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn, require_tools
 from megarl.data.hints import HintSurvey, survey_hints
+from megarl.data.images import DataImages
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
 from megarl.data.teacher_tokens import TeacherTokens
@@ -174,6 +175,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     check_train(rehearse(config))
     config = with_local_models(config, judges=True)
     spec = open_model(config)
+    images = DataImages.of(config.model.path, config.data, config.image_store)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     answers = Answers.of(config.model, config.rollout, tokenizer)
@@ -182,8 +184,9 @@ def open_train_inputs(config: Config) -> TrainInputs:
     check_role_models(config, roles, tokenizer)
     asked = teachers_of(config)
     teachers = open_teachers(asked, tokenizer, answers)
-    train = _open_prompts(config, train_files(config.data.train), tokenizer, vocabulary, answers)
-    val = _open_prompts(config, config.data.val, tokenizer, vocabulary) if config.data.val else None
+    opened = partial(_open_prompts, config, tokenizer, vocabulary, images)
+    train = opened(train_files(config.data.train), answers)
+    val = opened(config.data.val) if config.data.val else None
     check_askers(config, tokenizer, vocabulary, [each for each in (train, val) if each is not None])
     if (epochs := config.trainer.total_epochs) is not None:
         steps = epochs * (len(train) // config.trainer.prompts_per_step)
@@ -199,9 +202,6 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hints = open_hints(config.algo, config.environment, tokenizer, room, vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
-    if config.rollout.source != "vllm":
-        assert config.rollout.replay_dir is not None
-        require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
     rewarded = any(role.role is Role.REWARD for role in roles)
     conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
     for data in (train, val):
@@ -254,7 +254,10 @@ def check_askers(
 
 
 def _require_fitting(config: Config, train: PromptDataset) -> None:
-    """Raise DataError if a setting asks for what the training prompts do not have."""
+    """Raise DataError if a setting asks for what the training prompts, or recorded rollouts, do not have."""
+    if config.rollout.source != "vllm":
+        assert config.rollout.replay_dir is not None
+        require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
     if config.algo.cpo.difficulty == "data":
         for i in range(len(train)):
             stated_difficulty(train[i], config.algo.cpo.difficulty_field)
@@ -272,9 +275,10 @@ def _require_fitting(config: Config, train: PromptDataset) -> None:
 
 def _open_prompts(
     config: Config,
-    files: Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     vocabulary: Vocabulary,
+    images: DataImages | None,
+    files: Sequence[str],
     answers: Answers | None = None,
 ) -> PromptDataset:
     """Open prompts; with `answers`, which encodes them, those to train on come with demonstrations if they have any."""
@@ -290,6 +294,7 @@ def _open_prompts(
         answers=answers,
         vocabulary=vocabulary,
         cpo=config.algo.cpo,
+        images=images,
     )
 
 

@@ -9,8 +9,11 @@ from megarl.weights.safetensors_headers import check_tensors
 
 
 def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
-    """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take."""
-    spec = read_model_spec(config.model.path)
+    """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take, or
+    that cannot read the data's images.
+    """
+    tower = None if config.data.image_key is None else config.actor.vision.train
+    spec = read_model_spec(config.model.path, tower=tower)
     check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
     layers, cp, chosen = range(spec.dims.num_layers), config.actor.layout.cp, config.actor.prefix_attention
     own = chosen == "flex" or any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers)

@@ -15,6 +15,7 @@ from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, Train
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
 from megarl.data.demonstrations import SftDataset
+from megarl.data.images import DataImages
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
 from megarl.data.special_tokens import SpelledSpecialTokens
@@ -54,7 +55,7 @@ class SupervisedInputs(Generic[Data]):
     """The checked inputs of a supervised command: all that it needs besides a cluster.
 
     config: in it, a length in epochs has become a number of steps; `notes` say how. val: the held-out examples, if
-    there are any. warnings: what is most likely not as the user wishes. common_tokens: as in
+    there are any. warnings: what is most likely not as the user wishes. common_tokens, images: as in
     `TrainInputs`.
     """
 
@@ -64,6 +65,7 @@ class SupervisedInputs(Generic[Data]):
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     common_tokens: int | None = None
+    images: DataImages | None = None
 
 
 def in_steps(settings: Settings, num_examples: int, key: str) -> tuple[Settings, tuple[str, ...]]:
@@ -87,6 +89,7 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     check_sft(config)
     config = with_local_models(config)
     spec = open_model(config, for_sft=True)
+    images = DataImages.of(config.model.path, config.data, config.image_store)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     answers = Answers.of(config.model, config.rollout, tokenizer)
     vocabulary = Vocabulary.of(tokenizer, spec.dims.vocab)
@@ -99,13 +102,14 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
         form=config.data,
         answers=answers,
         vocabulary=vocabulary,
+        images=images,
     )
     asked, roles = teachers_of(config), teacher_roles(config)
     teachers = open_teachers(asked, tokenizer, answers)
     check_role_models(config, roles, tokenizer)
     warnings = [*answers.warnings(), *vocabulary.warnings, *(text for each in teachers for text in each.warnings)]
     checked = _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows, warnings)
-    return replace(checked, common_tokens=common_tokens(asked, spec, roles, teachers))
+    return replace(checked, common_tokens=common_tokens(asked, spec, roles, teachers), images=images)
 
 
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:

@@ -12,15 +12,22 @@ from typing import NamedTuple
 # and that of the first turn which was written beside it, from the same context (its own if there is none).
 TURN, AFTER, FIRST_TRY = "turn", "after_turn", "first_try"
 
+# Stands in texts where an image does.
+IMAGE_MARK = "<image>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a chat: who speaks, and the text; if given, a speaker's or tool's name, and a result's call."""
+    """One turn of a chat: who speaks, and the text; if given, a speaker's or tool's name, and a result's call.
+
+    has_images: whether each `IMAGE_MARK` in its text stands for an image.
+    """
 
     role: str
     content: str
     name: str = ""
     tool_call_id: str = ""
+    has_images: bool = False
 
     def as_dict(self) -> dict[str, str]:
         shown = {"role": self.role, "content": self.content}

@@ -53,6 +53,15 @@ _QWEN_IDS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+# ChatML, in which a turn is a text or a list of parts.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}MARK{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -173,6 +182,7 @@ def make_vision_model(path: Path, family: str) -> Path:
     described, tokenizer = VISION[family], make_byte_tokenizer()
     marks = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("MARK", described.mark)
     config = getattr(transformers, described.config)(
         text_config=copy.deepcopy(described.text),
         vision_config=copy.deepcopy(described.vision),
