@@ -32,6 +32,12 @@ OVERRIDES = {
 }
 TAUGHT = ("gkd", "opd", "opd_exact")
 ALGORITHMS = sorted(path.stem for path in (REPOSITORY / "configs" / "algo").glob("*.yaml"))
+# Losses that no file chooses: the file that each goes on from, and what it changes.
+VARIANTS = {
+    "ctpo_geomean": ("ctpo", ("algo.policy_loss.name=ctpo_geomean",)),
+    "dppo_top_kl": ("dppo_tv", ("algo.policy_loss.name=dppo_top_kl", "rollout.head_tokens=8")),
+    "dppo_exact_kl": ("dppo_exact_tv", ("algo.policy_loss.name=dppo_top_kl", "trainer.num_epochs=2")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,8 @@ class Machine:
     def train(self, algorithm: str, name: str = "") -> "Result":
         """A run of three steps, from the start."""
         name = name or algorithm
-        overrides = list(OVERRIDES.get(algorithm, ()))
+        file, changes = VARIANTS.get(algorithm, (algorithm, ()))
+        overrides = [*OVERRIDES.get(algorithm, ()), *changes]
         if algorithm == "ppo_critic":
             # Rewards from a frozen critic need one that was trained.
             critic = self.train("ppo", "critic").paths.export_critic
@@ -59,7 +66,7 @@ class Machine:
             teacher = teacher if teacher.is_dir() else make_checkpoint(teacher, tied=True, seed=5)
             overrides.append(f"teacher.model_path={teacher}")
         where = [f"run.dir={self._root}", f"run.name={name}", f"model.path={self._model}"]
-        data = [f"data.train=[{self._prompts}]", f"use.algo={algorithm}"]
+        data = [f"data.train=[{self._prompts}]", f"use.algo={file}"]
         config = load_config(RUN_FILE, [*RUN, *where, *data, *overrides])
         recorder = RunRecorder(config, overwrite=True)
         build_trainer(open_train_inputs(config), self._cluster, recorder).fit()
@@ -78,6 +85,13 @@ def machine(cluster: Cluster, model: Path, prompts: Path, tmp_path_factory: pyte
 )
 def test_three_steps(machine: Machine, algorithm: str) -> None:
     check(machine.train(algorithm), algorithm)
+
+
+@tied_head
+@pytest.mark.long
+@pytest.mark.parametrize("name", VARIANTS)
+def test_three_steps_of_what_no_file_chooses(machine: Machine, name: str) -> None:
+    check(machine.train(name), name)
 
 
 @tied_head

@@ -21,6 +21,7 @@ from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.killed import Killed, kill
 from tests.helpers.rewriting import NOTES, num_branches
+from tests.helpers.waiting import wait_until
 
 RUN_FILES = {
     command: Path(__file__).parents[2] / "configs" / "run" / f"sums-{kind}.yaml"
@@ -170,6 +171,24 @@ def differences(run: SmallRun, reference: SmallRun) -> list[str]:
     if _weights(run) != _weights(reference):
         found.append("exported weights")
     return found
+
+
+def assert_survives(whole: SmallRun) -> None:
+    """A run with these settings that is killed after its first step and resumed, and one that samples the records of
+    the finished run `whole` again, are equal to it to the bit.
+    """
+    killed = replace(whole, name="killed")
+    process = killed.start()
+    try:
+        wait_until(lambda: killed.last_step() >= 1, "step 1", timeout_s=240.0, seen=killed.last_step, process=process)
+        assert kill(process).leftovers == ()
+    finally:
+        process.kill()
+        process.wait()
+    again = ("rollout.record=false", "rollout.source=regenerate", f"rollout.replay_dir={whole.paths.records}")
+    for run in (killed, replace(whole, name="again", settings=(*whole.settings, *again))):
+        assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
+        assert differences(run, whole) == []
 
 
 def differing_metrics(run: SmallRun, reference: SmallRun) -> list[str]:
