@@ -20,11 +20,12 @@ def main() -> None:
     parser.add_argument("--by", choices=tuple(GROUPINGS), default="algo", help="algo.name, or run.name without -seedN")
     parser.add_argument("--baseline", help="the algorithm that others are compared with (default: the first run's)")
     parser.add_argument("--paired", action="store_true", help="compare runs with equal seeds, pair by pair")
+    parser.add_argument("--last", type=int, default=1, help="a run's score: the mean of so many last validations")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     options = parser.parse_args()
     with exit_on_errors():
         groups = group_runs(load_runs(options.run_dirs), options.by)
-        comparison = compare(groups, options.baseline, paired=options.paired)
+        comparison = compare(groups, options.baseline, paired=options.paired, last=max(1, options.last))
         print(comparison_text(comparison))
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "comparison.json").write_text(

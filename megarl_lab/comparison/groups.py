@@ -9,10 +9,16 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.unicode import visible
 from megarl.report.run import Run
 from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, MeanScore, validation_curve
-from megarl_lab.comparison.statistics import Difference, Spread, difference_of, holm, paired_difference, spread_of
+from megarl_lab.comparison.statistics import (
+    CLEAR_P_VALUE,
+    Difference,
+    Spread,
+    difference_of,
+    holm,
+    paired_difference,
+    spread_of,
+)
 
-# Holm-corrected p-value below which a difference is called clear.
-CLEAR_P_VALUE = 0.05
 # Settings in which runs of a comparison differ anyway.
 _OWN_SETTINGS = ("algo.", "run.", "logging.")
 
@@ -122,20 +128,23 @@ def group_runs(runs: Sequence[Run], by: str) -> dict[str, list[Run]]:
     return groups
 
 
-def compare(groups: Mapping[str, Sequence[Run]], baseline: str | None = None, *, paired: bool = False) -> Comparison:
+def compare(
+    groups: Mapping[str, Sequence[Run]], baseline: str | None = None, *, paired: bool = False, last: int = 1
+) -> Comparison:
     """Compute each group's results and their differences from the baseline.
 
     baseline: the name of a group; None takes the first. paired: compare each run with the baseline's run of the same
-    seed, for groups that share more than their settings, such as the same prompts in the same order.
+    seed, for groups that share more than their settings, such as the same prompts in the same order. last: how many of
+    a run's last validations its score is the mean of.
 
     Raises:
         ConfigError: no group has the baseline's name.
-        DataError: a run was never validated, or a group shares no seed with the baseline.
+        DataError: a run has fewer validations, or a group shares no seed with the baseline.
     """
     baseline = baseline or next(iter(groups))
     if baseline not in groups:
         raise ConfigError(f"baseline: got {baseline!r}, expected one of: {', '.join(groups)}")
-    results = {name: _group_result(name, members) for name, members in groups.items()}
+    results = {name: _group_result(name, members, last) for name, members in groups.items()}
     totals = [(run, run.config.get("trainer", {}).get("total_steps")) for members in groups.values() for run in members]
     unfinished = [
         f"{run.label} is not finished: {run.last_step} of {total} steps"
@@ -169,8 +178,8 @@ def _seed_of(run: Run) -> int:
     return int(run.config.get("run", {}).get("seed", 0))
 
 
-def _group_result(name: str, members: Sequence[Run]) -> GroupResult:
-    runs = tuple(_run_result(run) for run in members)
+def _group_result(name: str, members: Sequence[Run], last: int) -> GroupResult:
+    runs = tuple(_run_result(run, last) for run in members)
     befores = [r.before.score for r in runs if r.before is not None]
     errors = [r.after.std_error for r in runs if r.after.std_error is not None]
     sum_of_squares = math.fsum(error**2 for error in errors)
@@ -186,16 +195,26 @@ def _group_result(name: str, members: Sequence[Run]) -> GroupResult:
     )
 
 
-def _run_result(run: Run) -> RunResult:
+def _run_result(run: Run, last: int) -> RunResult:
     curve = validation_curve(run, SAMPLED)
-    if not curve:
-        raise DataError(f"{run.label}: has no validation score ({SAMPLED}…), expected runs with data.val")
+    if len(curve) < last:
+        raise DataError(
+            f"{run.label}: has {len(curve) or 'no'} validation scores ({SAMPLED}…), expected at least {last}; compare "
+            "runs with data.val that have gone on as far, or fewer of their last scores"
+        )
+    ends = curve[-last:]
+    counts = [point.num_prompts for point in ends if point.num_prompts]
+    after = MeanScore(
+        step=ends[-1].step,
+        score=math.fsum(point.score for point in ends) / last,
+        num_prompts=sum(counts) if len(counts) == last else None,
+    )
     return RunResult(
         label=run.label,
         seed=_seed_of(run),
         steps=run.last_step,
         before=curve[0] if curve[0].step == 0 else None,
-        after=curve[-1],
+        after=after,
         reward=_mean(run.get("critic/score/mean").values[-REWARD_EDGE_STEPS:]),
         mismatch_nats=_mean(run.get("mismatch/abs_mean").values),
         step_s=_mean(run.get("timing_s/step").values),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# The p-value below which a difference is called clear, after Holm's correction.
+CLEAR_P_VALUE = 0.05
 # Nodes of the quadrature in `two_sided_p`: its error stays below 2e-6 for 1 to 3000 degrees of freedom.
 _NUM_NODES = 64
 
@@ -37,12 +39,25 @@ class Difference:
     """The difference between two groups' means.
 
     std_error: √(s₁²/n₁ + s₂²/n₂), or s/√n of the differences of n pairs; None if there is a single value. p_value:
-    two-sided, of a t-test; None if there is no standard error, or it is 0.
+    two-sided, of a t-test; None if there is no standard error, or it is 0. least: the smallest difference that would
+    have been clear, alone, with the same standard error.
     """
 
     mean: float
     std_error: float | None = None
     p_value: float | None = None
+    least: float | None = None
+
+
+def _tested(mean: float, std_error: float, dof: float) -> Difference:
+    if std_error == 0.0:
+        return Difference(mean=mean, std_error=0.0)
+    low, high = 0.0, 1e4
+    while high - low > 1e-6 * high:
+        t = (low + high) / 2
+        low, high = (t, high) if two_sided_p(t, dof) > CLEAR_P_VALUE else (low, t)
+    p_value = two_sided_p(mean / std_error, dof)
+    return Difference(mean=mean, std_error=std_error, p_value=p_value, least=high * std_error)
 
 
 def difference_of(group: Spread, baseline: Spread) -> Difference:
@@ -58,7 +73,7 @@ def difference_of(group: Spread, baseline: Spread) -> Difference:
     if std_error == 0.0:
         return Difference(mean=mean, std_error=0.0)
     dof = (ours + theirs) ** 2 / (ours**2 / (group.count - 1) + theirs**2 / (baseline.count - 1))
-    return Difference(mean=mean, std_error=std_error, p_value=two_sided_p(mean / std_error, dof))
+    return _tested(mean, std_error, dof)
 
 
 def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
@@ -66,11 +81,7 @@ def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
     spread = spread_of([value - baseline for value, baseline in pairs])
     if spread.std is None:
         return Difference(mean=spread.mean)
-    std_error = spread.std / math.sqrt(spread.count)
-    if std_error == 0.0:
-        return Difference(mean=spread.mean, std_error=0.0)
-    p_value = two_sided_p(spread.mean / std_error, spread.count - 1)
-    return Difference(mean=spread.mean, std_error=std_error, p_value=p_value)
+    return _tested(spread.mean, spread.std / math.sqrt(spread.count), spread.count - 1)
 
 
 def two_sided_p(t: float, dof: float) -> float:

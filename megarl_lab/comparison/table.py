@@ -3,7 +3,8 @@
 from megarl.host.unicode import visible
 from megarl.record.text_table import align
 from megarl.report.summary import REWARD_EDGE_STEPS
-from megarl_lab.comparison.groups import CLEAR_P_VALUE, Comparison, GroupResult
+from megarl_lab.comparison.groups import Comparison, GroupResult
+from megarl_lab.comparison.statistics import CLEAR_P_VALUE
 
 _NONE = "-"
 
@@ -59,7 +60,8 @@ def _difference(group: GroupResult) -> str:
         return group.verdict
     error = "" if found.std_error is None else f" ± {found.std_error:.3f}"
     p_value = "" if group.adjusted_p is None else f", p {group.adjusted_p:.2g}"
-    return f"{found.mean:+.3f}{error}{p_value}: {group.verdict}"
+    least = "" if found.least is None else f", clear from {found.least:.3f}"
+    return f"{found.mean:+.3f}{error}{p_value}: {group.verdict}{least}"
 
 
 def _legend(comparison: Comparison) -> list[str]:
@@ -75,5 +77,6 @@ def _legend(comparison: Comparison) -> list[str]:
             f"difference: of `after`, ± its standard error over {over}; p: {test}, Holm-corrected for "
             f"{num_tests} comparison(s), clear below {CLEAR_P_VALUE:g}",
             "a difference within noise may still exist: few seeds show large differences only",
+            "clear from: the smallest difference that this spread would have shown, in a single comparison",
         ]
     return lines

@@ -122,7 +122,23 @@ def test_pairs_of_seeds_show_what_the_spread_of_seeds_hides(tmp_path: Path) -> N
     assert paired.difference.mean == pytest.approx(0.02)
     assert paired.difference.std_error == pytest.approx(0.01 / math.sqrt(3))
     assert paired.adjusted_p == pytest.approx(0.0742, abs=1e-4)
+    # Student's t of two degrees of freedom at 0.975 is 4.3027.
+    assert paired.difference.least == pytest.approx(4.3027 * 0.01 / math.sqrt(3), rel=1e-4)
     assert "paired t-test" in comparison_text(compare(groups, paired=True))
+
+
+def test_a_score_may_be_the_mean_of_the_last_validations(tmp_path: Path) -> None:
+    """Of the last two of 0.4, (0.4 + final)/2 and final, with 100 answers each."""
+    paths = write_group(tmp_path, "grpo", (0.6, 0.8)) + write_group(tmp_path, "cpo", (0.8, 1.0))
+    groups = group_runs(load_runs(paths), "algo")
+    grpo, cpo = compare(groups, last=2).groups
+    assert [run.after.score for run in grpo.runs] == pytest.approx([0.55, 0.7])
+    assert grpo.runs[0].after.num_prompts == 200
+    assert cpo.difference is not None
+    assert cpo.difference.mean == pytest.approx(0.15)
+    assert by_name(compare(groups, last=1))["grpo"].runs[0].after.score == 0.6
+    with pytest.raises(DataError, match=r"grpo-seed0: has 3 validation scores .*, expected at least 4"):
+        compare(groups, last=4)
 
 
 def test_pairs_need_a_common_seed(tmp_path: Path) -> None:
@@ -189,7 +205,7 @@ def test_table(study: list[Path]) -> None:
     cells = [line.split() for line in lines[:4]]
     assert cells[0][:6] == ["algorithm", "seeds", "before", "after", "sd", "min-max"]
     assert cells[1][:7] == ["grpo", "3", "0.400", "0.940", "0.040", "0.900-0.980", "0.024"]
-    assert lines[2].endswith("0.400   3.5e-06    3.00  -0.100 ± 0.033, p 0.038: clearly lower")
+    assert lines[2].endswith("0.400   3.5e-06    3.00  -0.100 ± 0.033, p 0.038: clearly lower, clear from 0.091")
     assert cells[3][:7] == ["gspo", "1", "0.400", "0.500", "-", "-", "0.050"]
     assert any("Holm-corrected for 1 comparison(s)" in line for line in lines)
 

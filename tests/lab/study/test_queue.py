@@ -397,10 +397,13 @@ def test_the_study_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(budgets) == 1
 
 
+OFF_POLICY = "configs/study/offpolicy-float8.yaml"
+
+
 def test_the_study_of_off_policy_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen methods at staleness 8, and no method at 0 and 8, which come first; two seeds of each."""
     monkeypatch.chdir(REPOSITORY)
-    study = load_study(Path("configs/study/offpolicy-float8.yaml"))
+    study = load_study(Path(OFF_POLICY))
     configs = [run_config(study, run) for run in study.runs]
     first = [run.full_name for run in study.runs[:4]]
     assert first == ["none-0-seed0", "none-8-seed0", "none-0-seed1", "none-8-seed1"]
@@ -408,3 +411,19 @@ def test_the_study_of_off_policy_methods(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({run.name for run in study.runs}) == 17
     assert len(configs) == 34
     assert {config.rollout.schedule.staleness for config in configs[4:]} == {8}
+
+
+@pytest.mark.parametrize(("name", "num_runs", "steps"), [("float8-long", 24, 2000), ("bfloat16", 12, 1500)])
+def test_longer_studies_of_off_policy_methods(
+    monkeypatch: pytest.MonkeyPatch, name: str, num_runs: int, steps: int
+) -> None:
+    """Three seeds one after the other, each with both controls first; all else is as in the first study."""
+    monkeypatch.chdir(REPOSITORY)
+    study, first = load_study(Path(f"configs/study/offpolicy-{name}.yaml")), load_study(Path(OFF_POLICY))
+    assert len(study.runs) == num_runs
+    assert [run.seed for run in study.runs] == sorted(run.seed for run in study.runs)
+    assert {run.full_name for run in study.runs} >= {f"none-{lag}-seed{i}" for lag in (0, 8) for i in range(3)}
+    settings = {(run.name, run.overrides) for run in first.runs} | {("cpo-8", study.runs[num_runs // 3 - 1].overrides)}
+    assert {(run.name, run.overrides) for run in study.runs} <= settings
+    configs = [run_config(study, run) for run in study.runs[: num_runs // 3]]
+    assert {config.trainer.total_steps for config in configs} == {steps}
