@@ -21,6 +21,7 @@ from megarl.config.load import PACKAGED
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.forecast.costs import Constants, Hardware, step_cost, sync_seconds, train_parts
+from megarl.host.device.platform import assuming
 from megarl.plan.devices import plan_devices
 from megarl.plan.run_plan import ShardPlan
 from megarl.plan.sizes import engine_bytes, needs_of, plan_engine, plan_shards
@@ -153,6 +154,7 @@ def _step(source: str, row: Row) -> Case:
     planned = plan_engine(config, spec.dims, engine_bytes(config, spec, pp), DEVICE_BYTES)
     devices = plan_devices(by_layout(roles), shards, planned, offload=config.placement.offload)
 
+    @assuming("cuda")
     def predict(constants: Constants) -> float:
         own = replace(constants, mean_share=(mean - PROMPT) / (most - PROMPT))
         # The log-probs of all rows are computed once more.
@@ -188,6 +190,7 @@ def _training(source: str, row: Row) -> Case:
         },
     )
 
+    @assuming("cuda")
     def predict(constants: Constants) -> float:
         own = replace(constants, mean_share=1.0)
         parts = train_parts(config, spec.dims, shards, num_forward_passes=0, hardware=Hardware(), constants=own)

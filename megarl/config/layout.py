@@ -1,10 +1,12 @@
 """Define the section for the parallel layout of a role: sizes of its axes, and which layers each stage has."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from megarl.config.setting import AT_LEAST_1, Text, setting
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 
 
 def unrolled(pipeline_layout: str) -> str:
@@ -43,7 +45,9 @@ class LayoutConfig:
     # L the output, | ends a chunk. With virtual_pp, the first pp chunks are the first of every stage. null: an even
     # split, or one by the two settings above.
     pipeline_layout: str | None = setting(None, PIPELINE)
-    overlap_p2p: bool = False  # Overlap the point-to-point communication between pipeline stages with computation.
+    # Overlap the point-to-point communication between pipeline stages with computation, which needs virtual_pp; null:
+    # with it, on CUDA or if pp is 2.
+    overlap_p2p: bool | None = None
 
     def check(self, key: str) -> None:
         """Raise ConfigError for sizes that do not divide, or that Megatron computes wrongly together."""
@@ -77,7 +81,12 @@ class LayoutConfig:
                     f"{', '.join(str(chunk.count('t')) for chunk in chunks)} layers, expected at least one in each of "
                     f"pp {self.pp} × virtual_pp {self.virtual_pp} = {self.pp * self.virtual_pp}; change one of them"
                 )
-        if self.virtual_pp > 1 and self.pp == 2 and not self.overlap_p2p:
+        if self.overlap_p2p and self.pp > 1 and self.virtual_pp == 1:
+            raise ConfigError(
+                f"{key}.overlap_p2p: got true with virtual_pp=1, but only stages of several chunks have something to "
+                f"compute meanwhile; remove it or set {key}.virtual_pp >= 2"
+            )
+        if self.virtual_pp > 1 and self.pp == 2 and not self.overlaps_p2p:
             raise ConfigError(
                 f"{key}.virtual_pp: got {self.virtual_pp} at pp=2 without overlapped communication, which Megatron "
                 f"computes silently wrong; set {key}.overlap_p2p=true"
@@ -100,6 +109,18 @@ class LayoutConfig:
         share = (num_layers - sum(fixed.values())) // others if others else 0
         counts = [fixed.get(stage, share) // self.virtual_pp for stage in range(self.pp)]
         return [counts] * self.virtual_pp
+
+    @property
+    def overlaps_p2p(self) -> bool:
+        """Return whether communication between stages overlaps with computation, also where that is derived."""
+        if self.overlap_p2p is None:
+            return self.virtual_pp > 1 and (self.pp == 2 or platform().name == "cuda")
+        return self.overlap_p2p
+
+    @property
+    def division(self) -> Self:
+        """Return this layout without what divides nothing: layouts of the same shards are then equal."""
+        return replace(self, overlap_p2p=None)
 
     @property
     def world_size(self) -> int:

@@ -38,8 +38,9 @@ class OptimizerConfig:
     # traffic for bfloat16, and rounds every sum.
     grad_reduce_in_fp32: bool = True
     # Gather the updated weights of the data-parallel ranks while the next forward pass computes with those that have
-    # arrived; needs `distributed` and `overlap_grad_reduce`.
-    overlap_param_gather: bool = False
+    # arrived; needs `distributed` and `overlap_grad_reduce`. null: on CUDA, where these are on and no state is on the
+    # host.
+    overlap_param_gather: bool | None = None
     # Share of the parameters whose state stays on the host, where CPUs update it during the step (megatron-core's
     # hybrid optimizer); needs CUDA, Transformer Engine and `distributed`.
     offload_fraction: float = setting(0.0, FRACTION)
@@ -58,6 +59,14 @@ class OptimizerConfig:
     def overlaps_grad_reduce(self) -> bool:
         """Return whether gradients are summed during backward, also where that is derived."""
         return platform().name == "cuda" if self.overlap_grad_reduce is None else self.overlap_grad_reduce
+
+    @property
+    def overlaps_param_gather(self) -> bool:
+        """Return whether weights are gathered during the next forward pass, also where that is derived."""
+        if self.overlap_param_gather is None:
+            can = self.distributed and self.overlaps_grad_reduce and not self.offload_fraction
+            return can and platform().name == "cuda"
+        return self.overlap_param_gather
 
     @property
     def is_precision_aware(self) -> bool:

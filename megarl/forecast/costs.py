@@ -14,8 +14,11 @@ train.
                 tp: (4·h + g)·(tp − 1)/tp (two all-reduces; g: query, key and value sizes, which are gathered if tp
                 exceeds the key-value heads); cp: 2·(key and value sizes)·(cp − 1)/tp;
                 ep: 2·h·(experts of a token)·(ep − 1)/ep / tp
-    bubble      (compute + tp + cp + ep) · (pp − 1)/m           1F1B without interleaving
-    dp          per optimizer step 4·P reduced and b·P gathered, each times (D − 1)/D
+    pp          unless overlap_p2p hides it: 2·E + s times a rank's n·b·h/(dp·cp) for each of the v chunks of a stage
+    bubble      (compute + tp + cp + ep + pp) · (pp − 1)/(m·v)  1F1B; with v > 1 interleaved, which makes m a multiple
+                                                                of pp
+    dp          per optimizer step 4·P reduced and b·P gathered, each times (D − 1)/D; with overlap_param_gather, the
+                latter less a forward pass over one micro-batch
     offload     what the host keeps of the trainer, there and back
 
     decoding    decode_s, and the larger of (weights that its k sequences read + their keys and values) / HBM and
@@ -191,32 +194,42 @@ def train_parts(
     per_token = dims.experts.per_token if dims.experts else 0
     keys = dims.latent.kv_latent if dims.latent else 2 * dims.dim("kv")
     gathered = dims.dim("q") + keys if tp > dims.num_kv_heads else 0
-    packed = min(row * counts.rows_per_optimizer_step / layout.dp, config.actor.micro_batch_tokens) / cp
+    replica_tokens = row * counts.rows_per_optimizer_step / layout.dp
+    micro_batches: float = max(1.0, replica_tokens / config.actor.micro_batch_tokens)
+    if layout.virtual_pp > 1:
+        micro_batches = layout.pp * math.ceil(micro_batches / layout.pp)
+    packed = replica_tokens / micro_batches / cp
     seen = packed / tp * ep * per_token / dims.experts.num if dims.experts else packed
     reached = seen / (seen + constants.half_tokens)
-    micro_batches = max(1.0, row * counts.rows_per_optimizer_step / layout.dp / config.actor.micro_batch_tokens)
     parts = {
         "compute": passes * flops * imbalance / (layout.world_size * hardware.flops * reached),
         "tp": hardware.seconds(moved * (4 * dims.hidden + gathered) * (tp - 1) / tp, tp),
         "cp": hardware.seconds(moved * keys * (cp - 1) / min(tp, dims.num_kv_heads), cp, tp),
         "ep": hardware.seconds(2 * moved * dims.hidden * per_token * (ep - 1) / ep / tp, ep),
     }
+    if layout.pp > 1 and not layout.overlaps_p2p:
+        sent = (2 * epochs + num_forward_passes) * rows * row * dtype_bytes * dims.hidden * layout.virtual_pp
+        split = tp if layout.sequence_parallel else 1
+        parts["pp"] = hardware.seconds(sent / (layout.dp * cp * split), 2, layout.stage_size)
+    forward = sum(parts.values()) / passes / micro_batches * epochs / counts.optimizer_steps_per_step
     parts["bubble"] = sum(parts.values()) * bubble(layout, micro_batches)
     largest = max(mine, key=lambda shard: shard.num_parameters)
     num_experts = largest.num_expert_parameters
-    each = gradient_bytes(1, dtype_bytes, config.actor.optimizer) + dtype_bytes
-    others = each * (largest.num_parameters - num_experts)
+    others = largest.num_parameters - num_experts
     replicas, expert_replicas = layout.dp * layout.cp, layout.expert_dp
-    parts["dp"] = counts.optimizer_steps_per_step * (
-        hardware.seconds(others * (replicas - 1) / replicas, replicas, tp)
-        + hardware.seconds(each * num_experts * (expert_replicas - 1) / expert_replicas, expert_replicas, ep)
+    per_byte = hardware.seconds(others * (replicas - 1) / replicas, replicas, tp) + hardware.seconds(
+        num_experts * (expert_replicas - 1) / expert_replicas, expert_replicas, ep
     )
+    optimizer = config.actor.optimizer
+    awaited = max(0.0, dtype_bytes * per_byte - forward * optimizer.overlaps_param_gather)
+    reduced = gradient_bytes(1, dtype_bytes, optimizer) * per_byte
+    parts["dp"] = counts.optimizer_steps_per_step * (reduced + awaited)
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def bubble(layout: LayoutConfig, micro_batches: float) -> float:
-    """Return the time in which pipeline stages idle, as a share of that in which they work: (pp − 1)/m."""
-    return (layout.pp - 1) / micro_batches
+    """Return the time in which pipeline stages idle, as a share of that in which they work: (pp − 1)/(m·v)."""
+    return (layout.pp - 1) / (micro_batches * layout.virtual_pp)
 
 
 def generate_parts(

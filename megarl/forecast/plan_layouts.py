@@ -103,7 +103,8 @@ def layout_text(layout: LayoutConfig) -> str:
     sizes = " × ".join(
         f"{axis} {size}" for axis in ("tp", "cp", "pp", "dp") if (size := getattr(layout, axis)) > 1 or axis == "dp"
     )
-    return f"{sizes}, ep {layout.ep}" if layout.ep > 1 else sizes
+    chunks = [f"{layout.virtual_pp} chunks"] if layout.virtual_pp > 1 else []
+    return ", ".join([sizes, *([f"ep {layout.ep}"] if layout.ep > 1 else []), *chunks])
 
 
 def host_bytes(search: LayoutSearch, choice: LayoutChoice) -> int:

@@ -22,6 +22,9 @@ from megarl.plan.run_plan import DevicePlan, EnginePlan
 from megarl.plan.sizes import needs_of, plan_engine, plan_shards
 from megarl.types import TokenQuantity
 
+# What decides how many chunks a stage has, and with how many layers; how many are tried.
+_CHUNKED = ("virtual_pp", "first_stage_layers", "last_stage_layers", "pipeline_layout", "overlap_p2p")
+_CHUNKS, _TELLING = (2, 4), 0.01
 # Rows up to this many tokens are not split over context-parallel ranks.
 _SHORT_ROW = 16384
 
@@ -65,9 +68,9 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
             # The layout does not change what an algorithm asks for.
             needed, _ = needs_of(_with_trainer(search, place, search.base.actor.layout, RecomputeConfig()))
             for layout in _layouts(search, place.trainers):
-                fitting = _fitting(search, place, layout, needed, trainers)
-                if fitting:
-                    found.append(min(fitting, key=lambda choice: choice.cost.total))
+                each = (_fitting(search, place, chunked, needed, trainers) for chunked in _interleaved(search, layout))
+                if fitting := list(itertools.chain.from_iterable(each)):
+                    found.append(min(fitting, key=_preference))
         ranked = sorted(found, key=lambda choice: choice.cost.total)
         best = list(itertools.islice(_sound(search, ranked, refusals), most))
     if best:
@@ -181,6 +184,31 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
             continue
         if layout.world_size == gpus and layout.dp <= batch_counts(search.base).rows_per_optimizer_step:
             yield layout
+
+
+def _preference(choice: LayoutChoice) -> float:
+    """Return the seconds of a step, which chunks of stages have to make less by a share that a forecast can tell."""
+    return choice.cost.total * (1 + _TELLING * (choice.config.actor.layout.virtual_pp > 1))
+
+
+def _interleaved(search: LayoutSearch, layout: LayoutConfig) -> Iterator[LayoutConfig]:
+    """Yield a layout and, if that is left open, those whose stages have several chunks: even ones, or with fewer layers
+    in the first and the last.
+    """
+    yield layout
+    if layout.pp == 1 or any(f"actor.layout.{name}" in search.given for name in _CHUNKED):
+        return
+    num_layers = search.spec.dims.num_layers
+    for virtual_pp in _CHUNKS:
+        count = layout.pp * virtual_pp
+        most = -(-num_layers // count)
+        rest, even = num_layers - most * (count - 2), replace(layout, first_stage_layers=None, last_stage_layers=None)
+        if num_layers % count == 0:
+            yield replace(even, virtual_pp=virtual_pp)
+        elif rest >= 2:
+            first, last = "t" * (-(-rest // 2)), "t" * (rest // 2)
+            text = f"E{first}|({'t' * most}|)*{count - 2}{last}L"
+            yield replace(even, virtual_pp=virtual_pp, pipeline_layout=text)
 
 
 def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, recompute: RecomputeConfig) -> Config:

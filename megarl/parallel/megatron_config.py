@@ -82,10 +82,10 @@ def _layout_options(parallel: LayoutConfig) -> dict[str, object]:
         "context_parallel_size": parallel.cp,
         # Packs differ in length, which `KnownShapes` looks up.
         "variable_seq_lengths": parallel.pp > 1,
-        "overlap_p2p_comm": parallel.overlap_p2p,
-        "batch_p2p_comm": not parallel.overlap_p2p,
+        "overlap_p2p_comm": parallel.overlaps_p2p,
+        "batch_p2p_comm": not parallel.overlaps_p2p,
         # Backward reads no number of what a stage has sent on. Overlapped, it may still be on its way.
-        "deallocate_pipeline_outputs": parallel.pp > 1 and not parallel.overlap_p2p,
+        "deallocate_pipeline_outputs": parallel.pp > 1 and not parallel.overlaps_p2p,
         # Waiting for the device after each exchange was for faults of early versions of torch.
         "batch_p2p_sync": False,
         "sequence_parallel": parallel.sequence_parallel,

@@ -22,7 +22,7 @@ def optimizer_settings(config: OptimizerConfig, dtype: torch.dtype) -> dict[str,
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "use_distributed_optimizer": config.distributed,
-        "overlap_param_gather": config.overlap_param_gather,
+        "overlap_param_gather": config.overlaps_param_gather,
     }
     if config.algorithm == "muon":
         settings |= {

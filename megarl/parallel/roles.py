@@ -268,7 +268,7 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Hea
         grad_reduce_in_fp32=config.grad_reduce_in_fp32,
         use_distributed_optimizer=config.distributed,
         overlap_grad_reduce=config.overlaps_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
+        overlap_param_gather=config.overlaps_param_gather,
     )
     wrapped = [HeadAwareDdp(chunk.config, ddp_config, chunk) for chunk in chunks]
     for buffer in (each for ddp in wrapped for each in (*ddp.buffers, *ddp.expert_parallel_buffers)):

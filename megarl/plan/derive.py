@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.config.derived import Derived
+from megarl.cluster.object_store import object_store
+from megarl.config.derived import Derived, left_open
 from megarl.config.generation import PlacementConfig
 from megarl.config.layout import LayoutConfig
-from megarl.config.models import FUSED_SINCE, MoeConfig, fusion_obstacle, transformer_engine_version
+from megarl.config.models import FUSED_SINCE, ActorConfig, MoeConfig, fusion_obstacle, transformer_engine_version
+from megarl.config.schema import Config
 from megarl.config.target import known_devices
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import ShardPlan
@@ -33,6 +35,21 @@ def moe_kernels(moe: MoeConfig, experts: Experts | None) -> Iterator[Derived]:
         obstacle = fusion_obstacle(name, moe, engine=engine, num_groups=num_groups)
         reason = obstacle or "Transformer Engine has the kernel"
         yield Derived(key=f"actor.moe.{name}", value=obstacle is None, reason=reason)
+
+
+def overlaps(actor: ActorConfig) -> Iterator[Derived]:
+    """Derive which of the actor's communication overlaps with computation, if any does."""
+    if actor.layout.overlaps_p2p:
+        reason = "interleaved stages compute while they send"
+        yield Derived(key="actor.layout.overlap_p2p", value=True, reason=reason)
+    if actor.optimizer.overlaps_param_gather:
+        reason = "on CUDA replicas gather their shards in the next forward pass"
+        yield Derived(key="actor.optimizer.overlap_param_gather", value=True, reason=reason)
+
+
+def derive_trainer(config: Config, command: str) -> tuple[Derived, ...]:
+    """Derive the settings of a command without engines that are null."""
+    return left_open(config, [*overlaps(config.actor), object_store(config, command)])
 
 
 def engine_share(

@@ -43,7 +43,7 @@ The activations are those that fused kernels keep: inputs of norms and of the ma
 gate, up and product (3f). Attention scores are never kept. A method as in Korthikanti et al. 2022 (arXiv:2205.05198).
 Not counted: the libraries' own workspaces, communication buffers and fragmentation, which take some GiB on a GPU.
 Megatron's unfused layers on the CPU keep more. A pipeline stage frees what it has sent on; with
-`overlap_p2p` it keeps that, which is not counted.
+`overlap_p2p` it keeps that, b·T·h/s for each chunk and micro-batch in flight.
 """
 
 from collections.abc import Collection
@@ -162,17 +162,18 @@ def activation_bytes(
     num_layers = num_stage_layers(layout, dims.num_layers)[stage]
     layer = layer_activation_bytes(dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
     kept = num_kept_layers(layout, stage, num_layers, num_micro_batches)
+    split = layout.tp if layout.sequence_parallel else 1
+    of_input = dtype_bytes * num_tokens * dims.hidden // split
+    sent_on = kept * layout.virtual_pp // num_layers * of_input if layout.overlaps_p2p else 0
     if recompute.recompute != "full":
         modules = recompute.modules_of(has_dense=dims.experts is None, has_experts=dims.experts is not None)
         saved = recomputed_bytes(dims, layout, modules, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
-        return kept * (layer - saved) + saved
-    split = layout.tp if layout.sequence_parallel else 1
-    of_input = dtype_bytes * num_tokens * dims.hidden // split
+        return kept * (layer - saved) + saved + sent_on
     if recompute.recompute_layers is not None:
         # As many in each chunk, of which several are in flight.
         inputs = kept * min(1.0, recompute.recompute_layers * layout.virtual_pp / num_layers)
-        return int(inputs * of_input + (kept - inputs) * layer) + layer
-    return kept // recompute.recompute_unit * of_input + recompute.recompute_unit * layer
+        return int(inputs * of_input + (kept - inputs) * layer) + layer + sent_on
+    return kept // recompute.recompute_unit * of_input + recompute.recompute_unit * layer + sent_on
 
 
 def head_bytes(

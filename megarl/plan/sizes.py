@@ -23,7 +23,7 @@ from megarl.data.packing import plan_micro_batches
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.plan import memory as bytes_of
-from megarl.plan.derive import engine_share, moe_kernels
+from megarl.plan.derive import engine_share, moe_kernels, overlaps
 from megarl.plan.devices import plan_shard
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.recompute import choose_recompute, with_way
@@ -142,6 +142,7 @@ def derive(
     """
     found = (
         *moe_kernels(config.actor.moe, experts),
+        *(overlaps(config.actor) if layouts else ()),
         engine_share(config.placement, layouts, shards, device_bytes),
         host_group(config, platform()),
         object_store(config, command),

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megarl.cluster.object_store import object_store
-from megarl.config.derived import Derived, filled, left_open
+from megarl.config.derived import Derived, filled
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config
 from megarl.config.target import target_in_words
@@ -15,7 +14,7 @@ from megarl.data.packing import plan_micro_batches
 from megarl.host.memory import host_memory
 from megarl.host.streams import print_lines
 from megarl.plan.build import host_needs, host_warnings
-from megarl.plan.derive import smallest_device
+from megarl.plan.derive import derive_trainer, smallest_device
 from megarl.plan.devices import plan_shard
 from megarl.plan.recompute import choose_recompute, with_way
 from megarl.plan.render import derived_lines, role_lines, shard_lines, target_lines
@@ -126,7 +125,7 @@ def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
             for stage in range(role.layout.pp)
         ),
         notes=inputs.notes,
-        derived=(*chosen, *left_open(config, [object_store(config, command)])),
+        derived=(*chosen, *derive_trainer(config, command)),
         warnings=inputs.warnings,
     )
 

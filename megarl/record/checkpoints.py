@@ -80,7 +80,7 @@ class Checkpoint:
     def same_layout(self, config: Config) -> frozenset[Role]:
         """Return the roles that have the checkpoint's layout under `config`, so that ranks hold the same shards."""
         before, now = role_settings(self.state.config), role_settings(config)
-        return frozenset(role for role in Role if before[role].layout == now[role].layout)
+        return frozenset(role for role in Role if before[role].layout.division == now[role].layout.division)
 
 
 def checkpoint_dir(root: Path, step: int) -> Path:

@@ -52,7 +52,7 @@ _SETTINGS = (
 CONTINUABLE = (
     *_SETTINGS.split(),
     *(f"actor.moe.{key}" for key in ("grouped_gemm", "fuse_permute", "fuse_router")),
-    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _SCHEDULE),
+    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in (*_SCHEDULE, "overlap_param_gather")),
     *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
 )
 
@@ -214,7 +214,7 @@ def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:
     roles = ("actor", "critic") if estimator_of(config.algo).needs_values else ("actor",)
     for role in roles:
         old, new = before[role].layout, now[role].layout
-        if replace(old, dp=new.dp) != new and now[role].optimizer.distributed:
+        if replace(old, dp=new.dp).division != new.division and now[role].optimizer.distributed:
             changed = "; ".join(
                 f"{key}: {was} → {wanted}" for key, was, wanted in differences(old, new, f"{role}.layout.")
             )

@@ -7,13 +7,12 @@ from pathlib import Path
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.object_store import object_store
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.workers import RoleWorkers
-from megarl.config.derived import left_open
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.writing import writing
 from megarl.plan.build import derive_run, settle_run
+from megarl.plan.derive import derive_trainer
 from megarl.record.activity import doing
 from megarl.record.checkpoints import STATE_FILE, RunState, mark_complete, read_checkpoint
 from megarl.record.inputs import RunInputs
@@ -114,7 +113,7 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
     """Start a cluster, which ends with `stack`, and load the models."""
     config, roles = settle_run(inputs.config, inputs.roles, inputs.algorithm.requires())
     inputs = replace(inputs, config=config, roles=roles)
-    derived = left_open(config, [object_store(config)])
+    derived = derive_trainer(config, "train")
     files = RunInputs.of(config, "session")
     files.hash_in_background()
     if with_engines:

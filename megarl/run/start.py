@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.cluster.object_store import object_store
-from megarl.config.derived import left_open
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.host.directory_lock import DirectoryLock
@@ -16,6 +14,7 @@ from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
 from megarl.plan.build import derive_run, settle_run, start_warnings
+from megarl.plan.derive import derive_trainer
 from megarl.plan.render import derived_lines
 from megarl.plan.supervised import open_task
 from megarl.record.activity import current_activity, doing
@@ -75,7 +74,7 @@ def train_supervised(
             opened, chosen = open_task(command, with_models_of_run(config) if resume else config)
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
         print_lines(*derived_lines(chosen))
-        derived = left_open(config, [object_store(config, command)])
+        derived = derive_trainer(config, command)
         files = RunInputs.of(config, command)
         checkpoint = find_checkpoint(config, command, resume, files) if resume else None
         with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:

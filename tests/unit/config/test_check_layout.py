@@ -46,7 +46,7 @@ from megarl.errors import ConfigError
             "pp 2 × virtual_pp 2 = 4; change one of them",
         ),
         (
-            LayoutConfig(pp=2, virtual_pp=2),
+            LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=False),
             "x.virtual_pp: got 2 at pp=2 without overlapped communication, which Megatron computes silently wrong; "
             "set x.overlap_p2p=true",
         ),

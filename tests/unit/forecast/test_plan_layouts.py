@@ -19,7 +19,7 @@ from megarl.forecast.costs import Constants, Hardware, bubble, generate_parts, r
 from megarl.forecast.layout_search import LayoutSearch, new_search
 from megarl.forecast.plan_layouts import host_bytes, layout_text, settings_of
 from megarl.forecast.search import LayoutChoice, find_layouts
-from megarl.host.device.platform import CudaPlatform
+from megarl.host.device.platform import CudaPlatform, assuming
 from megarl.plan.build import plan_run
 from megarl.plan.recompute import recomputed_share
 from megarl.plan.run_plan import EnginePlan
@@ -125,6 +125,7 @@ def test_links_within_a_node_and_between() -> None:
 
 def test_a_pipeline_idles_while_it_fills_and_empties() -> None:
     assert bubble(LayoutConfig(pp=4), 8) == 3 / 8
+    assert bubble(LayoutConfig(pp=4, virtual_pp=3), 8) == 3 / 24
     assert bubble(LayoutConfig(), 8) == 0
 
 
@@ -133,7 +134,7 @@ UNIT = Hardware(flops=1.0, hbm=1.0, nvlink=1.0, network=1.0, host=1.0, latency_s
 PLAIN = Constants(step_s=0.0, decode_s=0.0, half_tokens=0.0, stage_s=0.0, mean_share=1.0)
 
 
-def small_config(directory: Path, *, layout: dict[str, int]) -> Config:
+def small_config(directory: Path, *, layout: dict[str, int], micro_batch_tokens: int = 24) -> Config:
     """32 rows of 12 tokens, of which 8 are the response; two optimizer steps."""
     tree = {
         "model": {
@@ -143,7 +144,7 @@ def small_config(directory: Path, *, layout: dict[str, int]) -> Config:
             "vocab_multiple": 4,
         },
         "data": {"train": ["train.parquet"], "max_prompt_tokens": 4},
-        "actor": {"layout": layout, "micro_batch_tokens": 24},
+        "actor": {"layout": layout, "micro_batch_tokens": micro_batch_tokens},
         "rollout": {
             "num_samples": 4,
             "max_response_tokens": 8,
@@ -168,7 +169,35 @@ def test_training_by_hand(tmp_path: Path) -> None:
     # Forward, backward and a further pass: 32 · 12 tokens of 8 bfloat16 through 2 layers, four halves of them each
     # time.
     tp = 3 * 32 * 12 * 8 * 2 * 2 * 4 / 2
-    assert parts == {"compute": compute, "tp": tp, "bubble": (compute + tp) / 8}
+    # In the same passes, a stage exchanges the hidden states of all tokens with its neighbour.
+    pp = 3 * 32 * 12 * 2 * 8
+    assert parts == {"compute": compute, "tp": tp, "pp": pp, "bubble": (compute + tp + pp) / 8}
+
+
+def test_stages_of_several_chunks_by_hand(tmp_path: Path) -> None:
+    """16 · 12 tokens in micro-batches of 36 would be 5.3 of them, but two stages of two chunks take an even number."""
+    config = small_config(tmp_path, layout={"tp": 2, "pp": 2, "virtual_pp": 2}, micro_batch_tokens=36)
+    shards, dims = list(plan_run(config).shards), read_model_spec(tmp_path).dims
+    parts = train_parts(config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=PLAIN)
+    compute, tp = 4 * 32 * ROW_FLOPS / 4, 3 * 32 * 12 * 8 * 2 * 2 * 4 / 2
+    # What is sent overlaps.
+    assert parts == pytest.approx({"compute": compute, "tp": tp, "bubble": (compute + tp) / (6 * 2)})
+    # A micro-batch of 32 tokens reaches a half of what it could with constants of 32.
+    seen = train_parts(
+        config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=replace(PLAIN, half_tokens=32.0)
+    )
+    assert seen["compute"] == pytest.approx(2 * compute)
+
+
+def test_stages_of_several_chunks_are_tried_unless_given() -> None:
+    """Of the 94 layers of Qwen3-235B-A22B, 32 chunks have 3, but the first and the last 2."""
+    choices = find_layouts(search_for("qwen3-235b-a22b", 128, "actor.layout.pp=16"), most=1000)
+    chunked = [choice.config.actor.layout for choice in choices if choice.config.actor.layout.virtual_pp > 1]
+    assert {(each.virtual_pp, each.pipeline_layout) for each in chunked} >= {(2, "Ett|(ttt|)*30ttL")}
+    assert all(sum(map(sum, each.chunk_layers(94))) == 94 for each in chunked)
+    assert layout_text(LayoutConfig(pp=2, virtual_pp=4, ep=2)) == "pp 2 × dp 1, ep 2, 4 chunks"
+    one = find_layouts(search_for("qwen3-235b-a22b", 128, "actor.layout={pp: 16, virtual_pp: 1}"), most=1000)
+    assert {choice.config.actor.layout.virtual_pp for choice in one} == {1}
 
 
 def test_ranks_that_share_key_value_heads_gather_all_heads(tmp_path: Path) -> None:
@@ -214,7 +243,14 @@ def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:
     shards = list(plan_run(config).shards)
     parts = train_parts(config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=PLAIN)
     # 4 layers of 500, 12 padded rows of 8 in embedding and head, a norm: 4 + 2 bytes of each, three quarters, twice.
-    assert parts == {"compute": 3 * 32 * ROW_FLOPS / 4, "dp": 2 * (4 * 500 + 2 * 12 * 8 + 8) * 6 * 3 / 4}
+    compute, num_parameters = 3 * 32 * ROW_FLOPS / 4, 4 * 500 + 2 * 12 * 8 + 8
+    assert parts == {"compute": compute, "dp": 2 * num_parameters * 6 * 3 / 4}
+    # On CUDA the 2 bytes are gathered during a forward pass over the first of two micro-batches of an optimizer step.
+    with assuming("cuda"):
+        for flops, left in ((1.0, 0.0), (ROW_FLOPS / 1000, 2 * num_parameters * 3 / 4 - 2 * 1000)):
+            own = replace(UNIT, flops=flops)
+            parts = train_parts(config, dims, shards, num_forward_passes=0, hardware=own, constants=PLAIN)
+            assert parts["dp"] == pytest.approx(2 * (4 * num_parameters * 3 / 4 + left))
 
 
 @pytest.mark.parametrize(("cached_rows", "waves"), [(100, 4), (2, 8)])

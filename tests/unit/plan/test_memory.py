@@ -92,6 +92,16 @@ def test_activations_with_and_without_recompute(small: ModelSpec) -> None:
     assert needed(recompute="full", recompute_unit=2) == 2 * 2 * 10 * 8 + 2 * 2 * 10 * 104
 
 
+def test_chunks_on_their_way_stay(small: ModelSpec) -> None:
+    """Of two chunks of a layer each, 2·1 + 1·2 + 1 = 5 are in flight on the first stage, which sent 8 elements each."""
+    layout = LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True)
+    each = {"num_tokens": 10, "num_micro_batches": 6, "dtype_bytes": 2}
+    ways = (RecomputeConfig(), RecomputeConfig(recompute="full"))
+    kept, full = (activation_bytes(small.dims, layout, 0, recompute=way, **each) for way in ways)
+    assert kept == 5 * 2 * 10 * (104 + 8)
+    assert full == 5 * 2 * 10 * (8 + 8) + 2 * 10 * 104
+
+
 def test_norms_after_attention_and_mlp_keep_their_inputs() -> None:
     """Gemma-2-9B, tp 4: hidden 3,584, four norms; 16 query heads and 8 key heads of 256, an MLP of 14,336."""
     dims = read_model_spec(ROOT / "configs/model/hf/gemma-2-9b").dims

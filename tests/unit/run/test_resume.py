@@ -96,6 +96,19 @@ def test_a_layout_that_cannot_read_the_checkpoint_is_refused_before_anything_sta
     assert find_checkpoint(replace(plain, actor=replace(plain.actor, layout=LayoutConfig())), "train") is not None
 
 
+def test_what_overlaps_may_change_with_the_machine(tmp_path: Path) -> None:
+    """Ranks hold the same shards, so a checkpoint that is not portable continues, and so do random numbers."""
+
+    def run(overlaps: bool | None) -> Config:
+        layout = {"pp": 4, "virtual_pp": 2, "overlap_p2p": overlaps}
+        return config(tmp_path, actor={"layout": layout, "optimizer": {"overlap_param_gather": overlaps}})
+
+    save(run(False), portable=False)
+    checkpoint = find_checkpoint(run(None), "train")
+    assert checkpoint is not None
+    assert checkpoint.same_layout(run(None)) == checkpoint.same_layout(run(False))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_checkpoint_that_could_run_code_is_refused(tmp_path: Path, attack: str) -> None:
