@@ -92,10 +92,10 @@ check: install ## Lint, format check, types, shell scripts, containers, import r
 	"$(VENV)/bin/hadolint" containers/Dockerfile
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 
-# Of packages from an index only: the sources of apex have no release that an advisory could name, and advisories know
+# Of packages from an index only: sources of a commit have no release that an advisory could name, and advisories know
 # torch's CPU build by its public version. A package that could not be looked up is an error.
 audit: $(AUDIT_VENV)/audit.txt ## Look up known vulnerabilities of all packages in requirements/
-	@for file in requirements/*.txt; do echo "$$file"; sed '/^apex @/d; s/+cpu$$//' "$$file" >"$(AUDIT_VENV)/list.txt"; \
+	@for file in requirements/*.txt; do echo "$$file"; sed '/ @ git+/d; s/+cpu$$//' "$$file" >"$(AUDIT_VENV)/list.txt"; \
 		"$(AUDIT_VENV)/bin/pip-audit" --strict --no-deps --disable-pip -r "$(AUDIT_VENV)/list.txt" || failed=1; \
 	done; exit "$${failed:-0}"
 

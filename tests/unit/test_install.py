@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -185,6 +186,24 @@ def test_apex_is_the_one_of_nvidia_wherever_it_is_named() -> None:
     assert len(named) == 2
     assert {one.url for one in named} == {named[0].url}
     assert str(named[0].url).startswith("git+https://github.com/NVIDIA/apex.git@")
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "source"),
+    [
+        ("deepep.txt", "deep_ep", "https://github.com/deepseek-ai/DeepEP.git"),
+        ("flash-attn-3.txt", "flash_attn_3", "https://github.com/Dao-AILab/flash-attention.git"),
+    ],
+)
+def test_what_is_built_on_demand_is_a_commit_and_offered_by_all_containers(file: str, name: str, source: str) -> None:
+    (wanted,) = read_requirements(file)
+    assert wanted.name == name
+    assert re.fullmatch(rf"git\+{re.escape(source)}@[0-9a-f]{{40}}(#.*)?", str(wanted.url))
+    option = file.removesuffix(".txt").upper().replace("-", "_")
+    for container in ("install.sh", "Dockerfile", "megarl.def"):
+        text = (ROOT / "containers" / container).read_text(encoding="utf-8")
+        assert re.search(rf"\b{option}\b", text), container
+    assert f"-r requirements/{file}" in (ROOT / "containers/install.sh").read_text(encoding="utf-8")
 
 
 def make_distribution(venv: Path, name: str, record: str | None) -> Path:
