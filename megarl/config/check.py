@@ -14,7 +14,6 @@ from typing import TypeAlias
 from megarl.config.check_distill import check_distill, check_distill_of_sft
 from megarl.config.check_engines import (
     check_cache,
-    check_drafts,
     check_engines,
     check_quantization,
     check_replayed_routing,
@@ -273,7 +272,7 @@ _RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_lora,
 _ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
 _TEXTS: tuple[Rule, ...] = (*_RULES, *_ROWS, check_no_images)
 _SAMPLES: tuple[Rule, ...] = (check_quantization, check_lora_sync)
-_ENGINES: tuple[Rule, ...] = (check_engines, check_cache, check_drafts, check_sync)
+_ENGINES: tuple[Rule, ...] = (check_engines, check_cache, check_sync)
 
 check_train = CommandCheck(
     sections=(

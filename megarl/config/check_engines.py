@@ -125,15 +125,6 @@ def check_sync(config: Config) -> None:
         )
 
 
-def check_drafts(config: Config) -> None:
-    """Raise ConfigError for a layer that drafts and would not survive sleep."""
-    if config.rollout.engine.speculation.method == "mtp" and config.placement.offload:
-        raise ConfigError(
-            "rollout.engine.speculation.method: got mtp with placement.offload=true, but the layer that drafts is lost "
-            "when engines sleep, and no weight sync brings it back; set one of the two otherwise"
-        )
-
-
 def check_quantization(config: Config) -> None:
     """Raise ConfigError for engines that compute in less precision than the trainer, unless something corrects that."""
     engine, sync = config.rollout.engine, config.sync

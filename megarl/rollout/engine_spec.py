@@ -192,6 +192,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, object]:
         **_DEFAULTS[device],
         **({"enable_return_routed_experts": True} if spec.captures_routing else {}),
         **({"enable_sleep_mode": True} if spec.can_sleep and device in SLEEPING_DEVICES else {}),
+        # No sync sends the layer that drafts, so vLLM keeps it on the host.
+        **({"sleep_preserve_parameter_names": ["draft.*"]} if spec.can_sleep and wanted.method == "mtp" else {}),
         **({"enable_nccl_comm_suspend": True} if spec.suspends_nccl else {}),
         **adapter_arguments(spec),
         **{key: value for key, value in chosen.items() if value is not None},

@@ -178,11 +178,6 @@ def settings(engine: dict[str, Any], *, correction: str = "tis_upper", **section
             "tensors the stage that drafts then needs; set one of the two otherwise",
         ),
         (
-            settings({"speculation": {"method": "mtp"}}, placement={"offload": True}),
-            "rollout.engine.speculation.method: got mtp with placement.offload=true, but the layer that drafts is lost "
-            "when engines sleep, and no weight sync brings it back; set one of the two otherwise",
-        ),
-        (
             settings({"quantization": "fp8_per_channel"}, correction="none"),
             "rollout.engine.quantization: got fp8_per_channel with algo.correction.name=none, but then nothing "
             "corrects for samples of a less precise policy; set algo.correction.name, as in "
