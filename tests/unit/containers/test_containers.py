@@ -49,14 +49,18 @@ def test_both_start_from_the_same_public_image_and_install_the_same() -> None:
     post = "\n".join(sections["post"])
     assert packages(runs[0]) == packages(post)
     assert {"gcc", "g++", "python3.12", "python3.12-dev", "python3.12-venv"} <= packages(post)
-    # What follows apt-get, but for the names of the environment's own Python and of the argument.
-    own = post.replace("{{ APEX }}", "$APEX").replace("/opt/megarl/venv/bin/python", "python").splitlines()
+    # What follows apt-get, but for the names of the environment's own Python and of the arguments.
+    own = re.sub(r"\{\{ (\w+) \}\}", r"$\1", post).replace("/opt/megarl/venv/bin/python", "python").splitlines()
     assert own[-3:] == ["cd /opt/megarl/src", *runs[1:]]
     assert ("WORKDIR", "/opt/megarl/src") in steps
     assert [f"ENV {line.removeprefix('export ')}" for line in sections["environment"]] == [
         f"{name} {rest}" for name, rest in steps if name == "ENV"
     ]
-    assert sections["arguments"] == [rest for name, rest in steps if name == "ARG"] == ["APEX=0"]
+    assert (
+        sections["arguments"]
+        == [rest for name, rest in steps if name == "ARG"]
+        == [f"{name}=0" for name in ("APEX", "DEEPEP", "FLASH_ATTN_3")]
+    )
 
 
 def test_both_copy_the_same_files_which_exist() -> None:
