@@ -22,7 +22,8 @@ from megarl.plan.run_plan import DevicePlan, EnginePlan
 from megarl.plan.sizes import needs_of, plan_engine, plan_shards
 from megarl.types import TokenQuantity
 
-# What decides how many chunks a stage has, and with how many layers; how many are tried.
+# The settings that decide how many chunks a stage has, and of which layers; how many are tried, and by which share they
+# have to be faster.
 _CHUNKED = ("virtual_pp", "first_stage_layers", "last_stage_layers", "pipeline_layout", "overlap_p2p")
 _CHUNKS, _TELLING = (2, 4), 0.01
 # Rows up to this many tokens are not split over context-parallel ranks.

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.cluster.object_store import object_store
-from megarl.config.derived import Derived, left_open
+from megarl.config.derived import Derived
 from megarl.config.generation import PlacementConfig
 from megarl.config.layout import LayoutConfig
 from megarl.config.models import FUSED_SINCE, ActorConfig, MoeConfig, fusion_obstacle, transformer_engine_version
-from megarl.config.schema import Config
 from megarl.config.target import known_devices
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.run_plan import ShardPlan
@@ -45,11 +43,6 @@ def overlaps(actor: ActorConfig) -> Iterator[Derived]:
     if actor.optimizer.overlaps_param_gather:
         reason = "on CUDA replicas gather their shards in the next forward pass"
         yield Derived(key="actor.optimizer.overlap_param_gather", value=True, reason=reason)
-
-
-def derive_trainer(config: Config, command: str) -> tuple[Derived, ...]:
-    """Derive the settings of a command without engines that are null."""
-    return left_open(config, [*overlaps(config.actor), object_store(config, command)])
 
 
 def engine_share(

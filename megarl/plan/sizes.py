@@ -150,6 +150,11 @@ def derive(
     return left_open(config, found)
 
 
+def derive_trainer(config: Config, command: str) -> tuple[Derived, ...]:
+    """Derive the settings of a command without engines that are null."""
+    return left_open(config, [*overlaps(config.actor), object_store(config, command)])
+
+
 def plan_shards(
     config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[TokenQuantity]
 ) -> list[ShardPlan]:

@@ -14,12 +14,12 @@ from megarl.data.packing import plan_micro_batches
 from megarl.host.memory import host_memory
 from megarl.host.streams import print_lines
 from megarl.plan.build import host_needs, host_warnings
-from megarl.plan.derive import derive_trainer, smallest_device
+from megarl.plan.derive import smallest_device
 from megarl.plan.devices import plan_shard
 from megarl.plan.recompute import choose_recompute, with_way
 from megarl.plan.render import derived_lines, role_lines, shard_lines, target_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
-from megarl.plan.sizes import role_plan
+from megarl.plan.sizes import derive_trainer, role_plan
 from megarl.record.checkpoints import Command
 from megarl.train.supervised_inputs import Examples
 from megarl.train.tasks import SUPERVISED, OpenedTask

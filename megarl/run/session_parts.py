@@ -12,7 +12,7 @@ from megarl.cluster.workers import RoleWorkers
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.writing import writing
 from megarl.plan.build import derive_run, settle_run
-from megarl.plan.derive import derive_trainer
+from megarl.plan.sizes import derive_trainer
 from megarl.record.activity import doing
 from megarl.record.checkpoints import STATE_FILE, RunState, mark_complete, read_checkpoint
 from megarl.record.inputs import RunInputs

@@ -14,8 +14,8 @@ from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
 from megarl.plan.build import derive_run, settle_run, start_warnings
-from megarl.plan.derive import derive_trainer
 from megarl.plan.render import derived_lines
+from megarl.plan.sizes import derive_trainer
 from megarl.plan.supervised import open_task
 from megarl.record.activity import current_activity, doing
 from megarl.record.checkpoints import Checkpoint, Command, Resume, forget_after
