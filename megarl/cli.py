@@ -17,7 +17,7 @@ from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError
 from megarl.forecast.cli import add_plan
 from megarl.host.exit_codes import exit_on_errors
-from megarl.host.paths import expand_arguments
+from megarl.host.paths import expand_arguments, looked_for_here
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # To look for cycles among what is imported takes a third of the time, half of that at the end.
         gc.disable()
         atexit.register(gc.freeze)
-    with exit_on_errors():
+    with exit_on_errors(), looked_for_here(arguments):
         try:
             arguments.run(expand_arguments(arguments))
         except UnknownKeyError as error:

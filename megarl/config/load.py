@@ -33,6 +33,7 @@ from megarl.config.part_settings import gathered
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError
 from megarl.host.masking import masked, masked_text
+from megarl.host.paths import expanded
 from megarl.host.reading import RESTORE, instead, reading
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
@@ -212,8 +213,9 @@ def _take_use(tree: Tree, where: str) -> Mapping[str, str]:
 
 def _used_file(root: Path, group: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
-        _require_file(Path(name), f"use.{group}: ")
-        return Path(name)
+        path = Path(expanded(name, f"use.{group}"))
+        _require_file(path, f"use.{group}: ")
+        return path
     # The run file's own root may be that of the package, by another path.
     places = [root / group] if root.resolve() == PACKAGED else [root / group, PACKAGED / group]
     for place in places:

@@ -1,11 +1,13 @@
 """Read the paths of settings and arguments as a shell reads a word."""
 
+import contextlib
 import os
 import re
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 
 _HOME = re.compile(r"~[\w.-]*/")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
@@ -36,11 +38,27 @@ def expanded(text: str, key: str) -> str:
 
 
 def expand_arguments(arguments: Namespace) -> Namespace:
-    """Expand `~` and variables in arguments, where no shell has, and return them; overrides are read as settings."""
+    """Expand `~` and variables in arguments, where no shell has, and return them; overrides are read as settings, and
+    arguments of other programs by these.
+    """
     for name, value in vars(arguments).items():
         if isinstance(value, str | Path):
             setattr(arguments, name, type(value)(expanded(str(value), name)))
-        elif isinstance(value, list) and name != "overrides":
-            expand = [type(each)(expanded(str(each), name)) if isinstance(each, Path) else each for each in value]
-            setattr(arguments, name, expand)
+        elif isinstance(value, list) and name not in ("overrides", "given", "argv"):
+            setattr(arguments, name, [type(each)(expanded(str(each), name)) for each in value])
     return arguments
+
+
+@contextlib.contextmanager
+def looked_for_here(arguments: Namespace) -> Iterator[None]:
+    """Within this context, an error about a relative path of an argument says where it was looked for."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        here, text = Path.cwd(), str(error)
+        given = [each for value in vars(arguments).values() for each in (value if isinstance(value, list) else [value])]
+        for path in given:
+            if isinstance(path, Path) and not path.exists() and f"{path}" in text and f"{here}" not in text:
+                error.args = (f"{text} ({path} is looked for in {here})",)
+                break
+        raise

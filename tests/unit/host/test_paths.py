@@ -1,17 +1,19 @@
 """What a shell would have expanded is expanded in run files, overrides and arguments, and nothing else."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli import main, parse
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
-from megarl.host.paths import expanded
+from megarl.host.paths import expand_arguments, expanded
 
 HOME = {"HOME": "/home/me", "DATA": "/data", "USER": "me"}
 
@@ -98,3 +100,90 @@ def test_as_a_module_where_a_file_has_the_name_of_pythons_own(tmp_path: Path) ->
     assert done.stderr.startswith(f"error: {tmp_path}/warnings.py takes the place of Python's own module warnings; ")
     (tmp_path / "warnings.py").unlink()
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, env=environment)
+
+
+def _commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not nested:
+        yield name, parser
+    for action in nested:
+        for below, command in action.choices.items():
+            yield from _commands(command, f"{name} {below}".strip())
+
+
+def test_every_argument_of_every_command_is_read_as_a_shell_reads_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are paths by their type, and texts that may be one; but not what other programs read."""
+    found: list[argparse.ArgumentParser] = []
+
+    def keep(parser: argparse.ArgumentParser, *_: object) -> None:
+        found.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", keep)
+    with pytest.raises(SystemExit):
+        parse([])
+    forms = {"~/x": "/home/me/x", "$DATA/x": "/data/x", "${DATA}/x": "/data/x", "x/y": "x/y"}
+    num_lists = 0
+    for command, parser in _commands(found[0]):
+        for action in parser._actions:
+            if action.nargs == 0 or action.type not in (None, Path) or action.choices:
+                continue
+            if action.dest in ("overrides", "given", "argv"):
+                continue
+            is_list = action.nargs in ("*", "+")
+            num_lists += is_list
+            for given, expected in forms.items():
+                one = Path(given) if action.type is Path else given
+                arguments = expand_arguments(argparse.Namespace(**{action.dest: [one] if is_list else one}))
+                (got,) = vars(arguments).values()
+                assert str(got[0] if is_list else got) == expected, f"{command} {action.dest}"
+    assert num_lists >= 5
+
+
+# By command, its arguments with a file that is not there; {home} has a model and rows.
+GONE = (
+    "train {}.yaml",
+    "sft {}.yaml",
+    "train {home}/run.yaml model.path={}/m",
+    "train {home}/run.yaml use.algo={}/m.yaml",
+    "eval {} --data {home}/rows.jsonl --out {home}/out",
+    "inspect-hints {}.yaml",
+    "convert hf-to-mcore {} --out {home}/out",
+    "convert mcore-to-hf {} --model {home} --out {home}/out",
+    "convert dequantize {} --out {home}/out",
+    "convert merge {} --adapter {home} --out {home}/out",
+    "convert verify {} {home}",
+    "convert-config {}.sh",
+    "slurm submit --config {}.yaml --nodes 1 --time 1:00:00 --dry-run",
+    "serve-reward --config {}.yaml",
+    "serve-reward rewards.custom.path={}/m.py",
+    "status {}",
+    "report {}",
+    "learning-curve {}",
+    "trace {}",
+    "plan-async {}",
+    "study {}.yaml --check",
+)
+QUICK = {"status {}", "trace {}", "train {home}/run.yaml use.algo={}/m.yaml", "convert-config {}.sh"}
+
+
+@pytest.mark.parametrize(
+    "command", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in GONE]
+)
+@pytest.mark.parametrize("form", ["~/gone", "$DATA/gone", "gone"])
+def test_what_is_not_there_is_named_with_its_place(
+    command: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("{use: {model: qwen3-tiny, algo: grpo}, data: {train: [rows.jsonl]}}")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(command.replace("{home}", str(tmp_path)).replace("{}", form).split())
+    assert ended.value.code in (1, 2)
+    told = capsys.readouterr().err
+    assert str(tmp_path) in told
+    assert "gone" in told
+    assert "~" not in told
+    assert "$" not in told
