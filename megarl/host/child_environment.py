@@ -53,10 +53,8 @@ def require_assertions() -> None:
 
 
 def asks_proxy(url: str, key: str) -> bool:
-    """Return whether a client may ask a proxy for a URL, which it does neither on this host nor where NO_PROXY says so.
-
-    httpx wants the package for SOCKS even then, and reads more forms of NO_PROXY where this is true. Raises ConfigError
-    without that package; `key` is the setting with the URL.
+    """Return whether a client may ask a proxy for a URL, of the setting `key`; ConfigError if httpx lacks a package for
+    it, which it would want for this host, too.
     """
     place, proxies = urlsplit(url), getproxies_environment()
     if place.hostname in _HERE or proxy_bypass(place.netloc.rpartition("@")[2]):

@@ -100,6 +100,10 @@ def exit_on_errors() -> Iterator[None]:
             # Python flushes its output buffers at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
             raise SystemExit(128 + signal.SIGPIPE) from None
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
 
 
 def _fail(error: Exception, code: int) -> NoReturn:

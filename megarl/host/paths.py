@@ -38,9 +38,7 @@ def expanded(text: str, key: str) -> str:
 
 
 def expand_arguments(arguments: Namespace) -> Namespace:
-    """Expand `~` and variables in arguments, where no shell has, and return them; overrides are read as settings, and
-    arguments of other programs by these.
-    """
+    """Expand `~` and variables in arguments, where no shell has, and return them; settings are read later."""
     for name, value in vars(arguments).items():
         if isinstance(value, str | Path):
             setattr(arguments, name, type(value)(expanded(str(value), name)))
@@ -57,8 +55,7 @@ def looked_for_here(arguments: Namespace) -> Iterator[None]:
     except (ConfigError, DataError) as error:
         here, text = Path.cwd(), str(error)
         given = [each for value in vars(arguments).values() for each in (value if isinstance(value, list) else [value])]
-        for path in given:
-            if isinstance(path, Path) and not path.exists() and f"{path}" in text and f"{here}" not in text:
-                error.args = (f"{text} ({path} is looked for in {here})",)
-                break
+        lost = [each for each in given if isinstance(each, Path) and not each.exists() and str(each) in text]
+        if lost and str(here) not in text:
+            error.args = (f"{text} ({lost[0]} is looked for in {here})",)
         raise

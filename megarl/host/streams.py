@@ -69,22 +69,12 @@ def printing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def losing_lines() -> Iterator[None]:
-    """Within this context, output may be lost: neither a full disk nor a terminal that is gone ends a run.
-
-    A reader that has closed a pipe does.
-    """
+    """Within this context, output may be lost: neither a full disk nor a terminal that is gone ends a run."""
     global _loses
     _loses = True
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                with contextlib.suppress(BrokenPipeError, ValueError):
-                    stream.flush()
-            except OSError:
-                # Python would try again when it ends, and fail.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         _loses = False
 
 

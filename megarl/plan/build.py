@@ -214,9 +214,7 @@ def plan_nodes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
 ) -> tuple[NodePlan, ...]:
-    """List the trainer's nodes, then those that only engines use, then those of judges' servers; supervised runs
-    have the first alone.
-    """
+    """List the trainer's nodes, then those that only engines use, then judges', if there is an engine."""
     device = {"CPU": 1.0}
     num_ranks = config.actor.layout.world_size
     with_engines = engine is not None

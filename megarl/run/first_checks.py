@@ -118,9 +118,7 @@ def _look_for_functions(config: Config, *, if_there: bool = False) -> None:
 
 
 def _check_models(config: Config, command: str, files: str) -> list[str]:
-    """Check the models of a run, of the policy's also weights and tokenizer if its directory has such files; return
-    warnings.
-    """
+    """Check models, of the policy's also weights and tokenizer if its directory has such files; return warnings."""
     with_models(config, _has_model, judges=False)
     if any(Path(config.model.path).glob(files)):
         # The training of a reward model checks it as one.

@@ -168,10 +168,7 @@ def _meant(root: Path) -> Path | None:
 def _require_continuable(
     checkpoint: Checkpoint, config: Config, command: Command, others: Sequence[str]
 ) -> tuple[str, ...]:
-    """Raise ConfigError for settings with which a run cannot go on; return the beginnings of those that may change.
-
-    others: beginnings of further ones.
-    """
+    """Raise ConfigError for settings with which a run cannot go on; return the beginnings of those that may change."""
     if checkpoint.state.command != command:
         raise ConfigError(
             f"{checkpoint.path}: was written by megarl {checkpoint.state.command}, which continues it; "

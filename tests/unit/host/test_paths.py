@@ -144,7 +144,7 @@ def test_every_argument_of_every_command_is_read_as_a_shell_reads_a_word(monkeyp
 GONE = (
     "train {}.yaml",
     "sft {}.yaml",
-    "train {home}/run.yaml model.path={}/m",
+    "train {home}/run.yaml model.path={}/m/n",
     "train {home}/run.yaml use.algo={}/m.yaml",
     "eval {} --data {home}/rows.jsonl --out {home}/out",
     "inspect-hints {}.yaml",

@@ -273,8 +273,9 @@ def test_what_repeats_the_metrics_ends_nothing_and_is_written_again_later(
 def test_a_full_disk_under_its_log_ends_no_run_but_a_command_whose_output_it_is(is_run: bool) -> None:
     within = "losing_lines" if is_run else "contextlib.nullcontext"
     program = (
-        "import contextlib\nfrom megarl.host.streams import losing_lines, print_lines\n"
-        f"with {within}():\n    for _ in range(9000): print_lines('a line')\n"
+        "import contextlib\nfrom megarl.host.exit_codes import exit_on_errors\n"
+        "from megarl.host.streams import losing_lines, print_lines\n"
+        f"with exit_on_errors(), {within}():\n    for _ in range(9000): print_lines('a line')\n"
     )
     command = [sys.executable, "-c", program]
     with open("/dev/full", "w") as log:
