@@ -26,11 +26,11 @@ _PASSED = """
     prefix_cache_retention_interval disable_cascade_attn max_num_batched_tokens max_num_scheduled_tokens
     long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_active_seqs use_fp64_gumbel
     aggregate_engine_logging disable_custom_all_reduce enable_shm_tensor_arena limit_mm_per_prompt
-    enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+    enable_mm_embeds interleave_mm_strings mm_processor_cache_gb
     mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
     mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     mm_encoder_fp8_scale_save_margin renderer_num_workers skip_mm_profiling video_pruning_rate video_pruning_method
-    mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize ray_workers_use_nsight
+    mm_tensor_ipc mm_ipc_gpu_memory_gb ray_workers_use_nsight
     num_gpu_blocks_override disable_chunked_mm_input scheduler_reserve_full_isl prefill_schedule_interval watermark
     disable_hybrid_kv_cache_manager structured_outputs_config show_hidden_metrics_for_version otlp_traces_endpoint
     collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample
@@ -55,6 +55,8 @@ LIMITED: Mapping[str, tuple[object, ...]] = {
 }
 # By reason, further arguments that cannot be handed to vLLM.
 _REASONS: Mapping[str, str] = {
+    "images must be read as the trainer reads them; change preprocessor_config.json in model.path": "media_io_kwargs "
+    "mm_processor_kwargs mm_processor_device mm_device_do_normalize",
     "engines must compute the trainer's model; change config.json in model.path": "hf_overrides hf_config_path "
     "model_class_overrides disable_sliding_window config_format",
     "weights are read from model.path, a directory; set model.path": "model_weights revision code_revision "

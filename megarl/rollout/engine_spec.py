@@ -25,8 +25,9 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     },
     "cuda": {},
 }
-# Arguments of engines that read images: `ImagePrompts` keeps these, and videos are never read.
-IMAGES = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
+# Arguments of engines that read images: `ImagePrompts` keeps these, videos are never read, and pixels are normalised in
+# float32, as the trainer's are.
+IMAGES = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}, "mm_device_do_normalize": False}
 # The beginning of the names of `rounded_weights`' methods in vLLM.
 ROUNDED = "megarl_"
 
