@@ -83,8 +83,9 @@ class Cluster:
         self._next_count_s = 0.0
         self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
+        forks_engines = with_engine and config.image_store is None
         self._prelude = prelude or Prelude(
-            config.cluster, config.run, with_trainer=with_trainer, with_engine=with_engine
+            config.cluster, config.run, with_trainer=with_trainer, with_engine=forks_engines
         )
         self.scope = self._prelude.janitor.scope
         self.engines = EngineGroup([], timeout_s=0)

@@ -33,7 +33,12 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
     from megarl.cluster.prelude import Prelude
 
     root = RunPaths.of(config.run).root
-    with DirectoryLock(root, "train") as lock, Prelude(config.cluster, config.run) as prelude:
+    # Engines that read images import torchvision first, and so vLLM themselves.
+    forks_engines = config.image_store is None
+    with (
+        DirectoryLock(root, "train") as lock,
+        Prelude(config.cluster, config.run, with_engine=forks_engines) as prelude,
+    ):
         with doing("reading model and data"):
             if resume:
                 require_plugins_of_run(config)
