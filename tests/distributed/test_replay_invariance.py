@@ -123,6 +123,7 @@ SHORT = {
     *((case, name) for case in ("tp2-sp", "pp2", "cp2") for name in ("centering", "centering exact")),
     ("tp1 row by row", "centering exact"),
     ("tp2-sp", "dppo exact"),
+    *((case, "flowrl") for case in ("tp1 row by row", "tp2-sp", "pp2")),
     *((case, "echo") for case in ("tp1 row by row", "tp2", "tp2-sp", "pp2", "cp2")),
 }
 # These differ from the others in pure functions, which unit tests cover, and in quantities that rows carry.

@@ -63,6 +63,10 @@ OFF_POLICY = {
     "centering": AlgoConfig(
         policy_loss=PolicyLossConfig(name="score_centering", center_weight="tis", max_head_error=None)
     ),
+    "flowrl": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="flowrl", clip_low=0.5, clip_high=0.5, flowrl_beta=1.0),
+        aggregation="seq-mean-token-mean",
+    ),
     # Beside the policy before the first of both steps.
     "centering exact": AlgoConfig(
         policy_loss=PolicyLossConfig(name="score_centering", center_weight="tis", compared_with="trainer")

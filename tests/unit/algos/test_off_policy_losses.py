@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from megarl.algos import build_algorithm
+from megarl.algos.aggregation import AGGREGATIONS
+from megarl.algos.masked import kept
 from megarl.algos.off_policy_losses import balanced_bounds, binary_kl, binary_tv
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
+from megarl.algos.shaping import ShapingInputs, estimate_log_z
 from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, PolicyLossConfig
 from megarl.errors import ConfigError
 from megarl.types import Advantages
@@ -89,6 +92,35 @@ def test_topr_bounds_the_ratio_of_a_row_where_it_fails() -> None:
     assert outcome("topr", [0.25, 0.125], [0.5, 0.5], [1.0, 1.0])[1] == near([-1.0, -1.0])
     assert outcome("topr", [0.5, 0.5], [0.25, 0.25], [-1.0, -1.0])[1] == near([1.0, 1.0])
     assert outcome("topr", [1e-30], [1.0], [-1.0])[1] == near([math.exp(-20)])
+
+
+def test_flowrl_is_the_policy_gradient_of_centred_differences_at_the_start_of_a_step() -> None:
+    """β = 2, a row of two tokens and one of one, no KL at first: ln Z = mean of 2·(1, −½) = ½, so that Δ = (−1½, 1½).
+
+    The gradient of the mean over rows of Δ² by a log-prob is 2·Δ / (rows · tokens). A longer row of another group, and
+    one without loss tokens, change nothing.
+    """
+    cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="flowrl", flowrl_beta=2.0), aggregation="seq-mean-token-mean")
+    mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
+    advantages = kept(torch.tensor([1.0, -0.5, 0.0, 9.0], dtype=torch.float64)[:, None].expand(4, 2), mask)
+    logprobs = kept(torch.full((4, 2), -1.0, dtype=torch.float64), mask)
+    same = {name: logprobs.tolist() for name in ("old_logprobs", "ref_logprobs")}
+    batch = step("aaba", [1.0] * 4, mask.tolist(), **same)
+    x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    shaped = estimate_log_z(advantages, x)
+    assert shaped.metrics["actor/log_z"] == pytest.approx((0.5 + 0.5 + 0) / 3)
+    current = logprobs.clone().requires_grad_()
+    inputs = PolicyLossInputs(
+        logprobs=current,
+        old_logprobs=logprobs,
+        advantages=advantages,
+        loss_mask=mask,
+        ref_logprobs=logprobs,
+        log_z=shaped.quantities["log_z"],
+    )
+    loss = AGGREGATIONS.get(cfg.aggregation).local_sum(policy_loss(inputs, cfg.policy_loss).loss, mask) / 3
+    (gradient,) = torch.autograd.grad(loss, current)
+    assert gradient.tolist() == [[-0.5, -0.5], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 def test_vespo_weighs_the_row_with_the_correction_in_it() -> None:
