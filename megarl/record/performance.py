@@ -76,10 +76,11 @@ def update_flops(dims: Dims, rows: Sequence[Row], *, shares_prefixes: bool = Fal
     """Count the FLOPs of one forward and backward pass over rows; shares_prefixes: what they have in common is computed
     once.
     """
-    flops = sum(forward_flops(dims, num_tokens=row.num_tokens, num_head_tokens=row.num_loss_tokens) for row in rows)
+    counts = [(row.num_tokens, int(row.predicted.sum())) for row in rows]
+    flops = sum(forward_flops(dims, num_tokens=total, num_head_tokens=count) for total, count in counts)
     if shares_prefixes:
-        counts = (count_shared(rows[a], rows[b]) for a, b in itertools.pairwise(family_order(rows)))
-        flops -= sum(forward_flops(dims, num_tokens=count, num_head_tokens=0) for count in counts if count)
+        shared = (count_shared(rows[a], rows[b]) for a, b in itertools.pairwise(family_order(rows)))
+        flops -= sum(forward_flops(dims, num_tokens=count, num_head_tokens=0) for count in shared if count)
     return FORWARD_AND_BACKWARD * flops
 
 

@@ -160,7 +160,7 @@ class RolePasses:
             shared = [sum(counts) for counts in zip(*common, strict=True)]
             savings = [sum(self._cost(n, 0) for n in counts if n) for counts in zip(*common, strict=True)]
         lengths = [sum(_num_passed(each[i], shares=shares) for each in halves) for i in order]
-        costs = [sum(self._cost(each[i].num_tokens, each[i].num_loss_tokens) for each in halves) for i in order]
+        costs = [sum(self._cost(each[i].num_tokens, int(each[i].predicted.sum())) for each in halves) for i in order]
         planned = plan_micro_batches(
             # A row's paths are not parted: where they share nothing and together fill more than a micro-batch, the row
             # has one of its own.

@@ -174,6 +174,11 @@ def opened(models: Path, directory: Path, **sections: Any) -> TrainInputs:
     return open_train_inputs(from_dict(Config, {**tree, **sections}))
 
 
+def test_nothing_is_predicted_of_environments_that_no_row_has(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algo\.echo_coef: got 0\.1, but no row of data\.train has an environment"):
+        opened(models, tmp_path, algo={"echo_coef": 0.1})
+
+
 def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Path, tmp_path: Path) -> None:
     """The tokenizer and generation_config.json name <|endoftext|> (0), the template writes <|im_end|> (2)."""
     base = tmp_path / "base"
