@@ -432,11 +432,8 @@ def test_mistakes_are_told_before_libraries_load(dry: bool, settings: list[str],
 
 
 def require_told(commands: Sequence[Sequence[str]], said: Sequence[str]) -> None:
-    # A command that another test runs in this process may have set it for its children.
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, "-c", TELL],
-        env=clean,
         input=json.dumps(commands),
         capture_output=True,
         text=True,
