@@ -45,6 +45,8 @@ class Forks:
         for index, item in enumerate(session.items):
             groups.setdefault(self._scope(item.nodeid.split("::")[0]), []).append(index)
         waiting = deque[Group](groups.values())
+        # Made once: pytest empties the directory that a user names.
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         workers = [self._start(session) for _ in range(min(self._number, len(waiting)))]
         while workers:
             for connection in wait([worker.connection for worker in workers]):
@@ -91,7 +93,8 @@ class Forks:
         """Another one for one that died, whose test has failed."""
         why = f"the process of the tests ended, by {dead.process.exitcode}"
         if not dead.left:
-            raise session.Failed(f"{why}, between two of them")
+            session.shouldfail = f"{why}, between two of them"
+            raise session.Failed(session.shouldfail)
         item = session.items[dead.left.popleft()]
         found = pytest.TestReport(item.nodeid, item.location, {}, outcome="failed", longrepr=why, when="call")
         session.config.hook.pytest_runtest_logreport(report=found)
