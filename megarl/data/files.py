@@ -26,14 +26,19 @@ from megarl.errors import DataError
 from megarl.host.reading import damage, reading, reason_of, require_file
 from megarl.host.unicode import find_surrogate
 
+# Parts of the names of columns with tools, and with what is no text.
+_TOOLS = product(("tool", "function"), ("s", "_list", "_schema", "_schemas", "_definitions", "s_schema", "s_json"))
+_MEDIA = product(
+    ("image", "images", "video", "videos", "audio", "audios"),
+    ("", "_path", "_paths", "_url", "_urls", "_file", "_files", "_bytes", "_base64"),
+)
 # Columns that change what the model is to read, or how, and what to do with them.
 UNREAD_COLUMNS = {
     **dict.fromkeys(
-        ("tools", "functions", "tool_list", "available_tools"), "write the tools into a system turn instead"
+        ("available_tools", "available_functions", *map("".join, _TOOLS)), "write the tools into a system turn instead"
     ),
     **dict.fromkeys(
-        ("image", "images", "image_path", "image_url", "multi_modal_data", "video", "videos", "audio", "audios"),
-        "leave the row out, or name a column of images in data.image_key, for a model that reads them",
+        ("multi_modal_data", *map("".join, _MEDIA)), "models are trained on texts alone; leave the row out"
     ),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set data.chat_template, for all rows, instead"),
     **dict.fromkeys(("documents", "history"), "write it into the prompt instead"),
