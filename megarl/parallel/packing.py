@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
 from megarl.parallel.path_blocks import PathBlocks, plan_blocks
 from megarl.types import IdArray, Row
-from megarl.types.images import rope_positions
+from megarl.types.images import RowImage, rope_positions
 from megarl.types.prefixes import held_prefixes
 from megarl.types.rows import RowPath, paths_of
 
@@ -61,9 +61,15 @@ class PackSeqParams(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackImage:
-    """An image of a pack. features: the numbers of its features that stand at `tokens`, among this rank's T."""
+    """An image of a pack. features: the numbers of its features that stand at `tokens`, among this rank's T.
+
+    whose: the row that it was found in. num_features, grid: how many features the row has places for, in which form.
+    """
 
     digest: str
+    whose: str
+    num_features: int
+    grid: tuple[int, int] | None
     features: torch.Tensor
     tokens: torch.Tensor
 
@@ -221,20 +227,29 @@ def _images(
     rows: Sequence[Row], placed: "_Arrangement", place: npt.NDArray[np.int64], device: torch.device
 ) -> tuple[PackImage, ...]:
     """Return the images of a pack, each once however often rows show it, without those of other ranks' tokens."""
-    found: dict[str, list[npt.NDArray[np.int64]]] = {}
+    found: dict[str, tuple[str, RowImage, list[npt.NDArray[np.int64]]]] = {}
     for row, sequence, start in zip(rows, placed.sequences, placed.offsets, strict=False):
         for image in row.images:
             # Shared ones are those of the row that holds them.
             if (at := sequence[image.places])[0] >= start:
-                found.setdefault(image.digest, []).append(place[at])
+                found.setdefault(image.digest, (row.label, image, []))[-1].append(place[at])
     images = []
-    for digest, everywhere in found.items():
+    for digest, (label, image, everywhere) in found.items():
         numbers = [np.flatnonzero(at >= 0) for at in everywhere]
         features = np.concatenate(numbers)
         tokens = np.concatenate([at[own] for at, own in zip(everywhere, numbers, strict=True)])
         if len(tokens):
             made = (torch.from_numpy(each).to(device) for each in (features, tokens))
-            images.append(PackImage(digest=digest, features=next(made), tokens=next(made)))
+            images.append(
+                PackImage(
+                    digest=digest,
+                    whose=f"row {label}",
+                    num_features=len(image.places),
+                    grid=image.grid,
+                    features=next(made),
+                    tokens=next(made),
+                )
+            )
     return tuple(images)
 
 

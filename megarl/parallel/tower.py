@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch.distributed import ProcessGroup
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.parallel.packing import Pack, PackImage
 from megarl.vision.reader import ImageReader
 from megarl.vision.torchvision_part import import_torchvision
@@ -61,10 +61,19 @@ class VisionTower(torch.nn.Module):
     def forward(self, images: Sequence[PackImage]) -> list[torch.Tensor]:
         """Return the features [F, H] of images at their tokens, one image after the other; after these, those that are
         added after each of the first layers.
+
+        Raises DataError, which names the row, for an image that this process reads otherwise than who made the row.
         """
         found = []
         for image in images:
-            given = self.reader.read(image.digest).tensors
+            read = self.reader.read(image.digest)
+            if (sum(read.is_feature), read.grid) != (image.num_features, image.grid):
+                raise DataError(
+                    f"{image.whose}: image {image.digest} has {sum(read.is_feature)} features here, in the form "
+                    f"{read.grid}, expected {image.num_features}, {image.grid}; have the same files of the model and "
+                    "the same transformers on all hosts"
+                )
+            given = read.tensors
             inputs = {name: each.to(image.tokens.device) for name, each in given.items() if name in self.input_names}
             answer = self.model.get_image_features(**inputs, return_dict=True)
             kinds = (answer.pooler_output, *(getattr(answer, "deepstack_features", None) or ()))
