@@ -27,6 +27,7 @@ WIDE = {
     "tests/distributed/test_families.py::test_family_equals_transformers[olmo3": _FAMILIES,
     "tests/distributed/test_families.py::test_family_equals_transformers[phi3": _FAMILIES,
     "tests/distributed/test_hybrid_families.py": _FAMILIES,
+    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[qwen2_5_vl-pp2": _LAYOUTS,
     "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[wide": _FAMILIES,
     "tests/distributed/test_mistral3.py": _FAMILIES,
     "tests/distributed/test_moe_training.py::test_balance_loss_and_metrics[mixed": _LAYOUTS,
