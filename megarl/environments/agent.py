@@ -98,8 +98,8 @@ class AgentEnvironment(Environment):
             return Reply(messages=asked.messages, after_turn=asked.after_turn, num_calls=num_calls)
         returned = self._running.result()
         found: dict[str, object] = {f"branches_{cause}": count for cause, count in self._chat.branches.items()}
-        if self._chat.num_refused:
-            found["refused_requests"] = self._chat.num_refused
+        counts = {"refused_requests": self._chat.num_refused, "changed_calls": len(self._chat.changed)}
+        found |= {name: count for name, count in counts.items() if count}
         if returned is None or isinstance(returned, int | float):
             return Reply(done=True, reward=float(returned or 0), num_calls=num_calls, details=found)
         if not isinstance(returned, Mapping):

@@ -5,8 +5,6 @@ and not tokenised again.
 """
 
 import asyncio
-import contextlib
-import itertools
 import json
 import secrets
 import time
@@ -17,33 +15,10 @@ from typing import Any
 
 from megarl.data.thoughts import split_thought
 from megarl.environments.base import Action, TokenCounter
+from megarl.environments.chat_requests import RequestError, Said, in_order_of_calls, read_message, refuse_fields
 from megarl.environments.parsers import Parser, read_calls
 from megarl.host.unicode import readable
 from megarl.types import Message
-
-# Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do
-# not. Every other field that is not read, such as temperature, is ignored: the run's settings decide how turns are
-# sampled.
-REFUSED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(
-        ("functions", "structured_outputs", "stop_token_ids", "bad_words", "chat_template_kwargs"), ({}, [])
-    ),
-    **dict.fromkeys((f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")), ({}, [], "")),
-    **dict.fromkeys(("continue_final_message", "ignore_eos", "echo"), (False,)),
-    **dict.fromkeys(("function_call", "chat_template"), ("none", "")),
-    "min_tokens": (0,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "stop": ([], ""),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "logit_bias": ({},),
-}
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class RequestError(ValueError):
-    """A request that is not answered; the agent is told why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +38,6 @@ class TurnAsked:
     model: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """The parts of a message that are compared: who said it, the text, and each call's name and arguments."""
-
-    role: str
-    text: str
-    calls: tuple[tuple[str, str], ...] = ()
-
-
 @dataclass(slots=True, kw_only=True)
 class _Request:
     """A request that waits for the policy, with the whole chat that it sent.
@@ -80,7 +46,7 @@ class _Request:
     has_thoughts: as its dialect wants them.
     """
 
-    said: list[_Said]
+    said: list[Said]
     tools: Sequence[Mapping[str, object]]
     may_call: bool
     max_tokens: int | None
@@ -100,6 +66,7 @@ class Chat:
     sub-agent's, the same question once more. turns: by the id of each completion, the turns that are its choices.
     histories: by such an id, all messages up to the completion, where clients may go on from it by the id alone.
     branches: how many requests began a chat of their own, by the cause. num_refused: requests that were not answered.
+    changed: the calls of answers that came back with other arguments, by their ids.
     """
 
     def __init__(self, parse: Parser | None) -> None:
@@ -107,11 +74,13 @@ class Chat:
         self.key = secrets.token_urlsafe(16)
         self._parse = parse
         # The messages up to the answer, and the tools, of each answered turn. Its text, by the message that was sent.
-        self._answered: list[tuple[list[_Said], Sequence[Mapping[str, object]]]] = []
-        self._texts: dict[_Said, str] = {}
+        self._answered: list[tuple[list[Said], Sequence[Mapping[str, object]]]] = []
+        self._texts: dict[Said, str] = {}
+        # The answers with calls, by the ids of these.
+        self._calling: dict[tuple[str, ...], Said] = {}
         self.turns: dict[str, list[int]] = {}
         self.histories: dict[str, Sequence[Mapping[str, Any]]] = {}
-        self.branches, self.num_refused = Counter[str](), 0
+        self.branches, self.num_refused, self.changed = Counter[str](), 0, set[tuple[str, ...]]()
         self.count_tokens: TokenCounter | None = None
         self._waiting: deque[_Request] = deque()
         self._arrived = asyncio.Event()
@@ -152,7 +121,7 @@ class Chat:
             return "other_tools"
         return "rewritten" if any(asked.said[0] == question[0] for question in questions) else "other_beginning"
 
-    def _messages(self, said: Sequence[_Said]) -> tuple[Message, ...]:
+    def _messages(self, said: Sequence[Said]) -> tuple[Message, ...]:
         """Return messages as the policy reads them, its own turns as it wrote them."""
         roles = {"developer": "system"}
         return tuple(
@@ -205,10 +174,12 @@ class Chat:
                 {"id": f"call_{action.turn}_{i}", "type": "function", "function": function}
                 for i, function in enumerate(functions)
             ]
-        answer = _read_message(message, "the answer")
+        answer = read_message(message, "the answer")
         self._answered.append(([*asked.said, answer], asked.tools))
         if calls or thought:
             self._texts[answer] = action.text
+        if calls:
+            self._calling[answer.call_ids] = answer
         finish_reason = "tool_calls" if calls else "length" if action.is_cut else "stop"
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
 
@@ -268,19 +239,26 @@ class Chat:
         assert self.count_tokens is not None, "a worker has the conversation"
         return self.count_tokens(self._messages(said), tools)
 
-    def _read(self, body: Mapping[str, Any]) -> tuple[list[_Said], Sequence[Mapping[str, object]]]:
+    def _read(self, body: Mapping[str, Any]) -> tuple[list[Said], Sequence[Mapping[str, object]]]:
         """Return the messages and tools of a request. Raises RequestError for what cannot be honoured."""
         if self._is_closed:
             raise RequestError("the conversation has ended")
-        _refuse_fields(body)
+        refuse_fields(body)
         messages, tools = body.get("messages"), body.get("tools") or []
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages is missing or empty, expected the whole conversation so far")
-        messages = _in_order_of_calls(messages)
-        said = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        messages = in_order_of_calls(messages)
+        said = [self._known(read_message(message, f"messages[{i}]")) for i, message in enumerate(messages)]
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
         return said, tools
+
+    def _known(self, said: Said) -> Said:
+        """Return a message, or the answer that it is by the ids of its calls: clients may change arguments."""
+        known = self._calling.get(said.call_ids, said)
+        if known != said:
+            self.changed.add(said.call_ids)
+        return known
 
     def close(self) -> None:
         """End all chats: who still waits for an answer gets none."""
@@ -288,61 +266,3 @@ class Chat:
         for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
             if not waiting.answer.done():
                 waiting.answer.set_exception(RequestError("the conversation has ended"))
-
-
-def _refuse_fields(body: Mapping[str, object]) -> None:
-    """Raise RequestError for fields that cannot be honoured, and must not be ignored."""
-    for name, harmless in REFUSED.items():
-        if body.get(name) is not None and body[name] not in harmless:
-            remedy = "; set rollout.stop" if name == "stop" else ""
-            raise RequestError(f"{name} is {body[name]!r}, expected it to be left out{remedy}")
-    for name in ("n", "max_tokens", "max_completion_tokens"):
-        if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
-            raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
-
-
-def _in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
-    """Return messages with the results of each turn's calls in the order of its calls, by which templates tell them
-    apart. Raises RequestError for results that belong to no call, and for calls of which only some have one.
-    """
-    ordered, ids = list[Any](), list[Any]()
-    for is_result, group in itertools.groupby(messages, lambda message: _field(message, "role") == "tool"):
-        run = list(group)
-        named = [_field(message, "tool_call_id") for message in run]
-        if is_result and ids and all(named):
-            if sorted(map(str, named)) != sorted(map(str, ids)):
-                raise RequestError(
-                    f"messages[{len(ordered)}] has results of the calls {named}, expected one of each call before it, "
-                    f"{ids}"
-                )
-            run.sort(key=lambda message: ids.index(message["tool_call_id"]))
-        ordered += run
-        ids = [_field(call, "id") for call in _field(run[-1], "tool_calls") or ()]
-    return ordered
-
-
-def _field(message: object, name: str) -> Any:
-    return message.get(name) if isinstance(message, Mapping) else None
-
-
-def _read_message(message: object, place: str) -> _Said:
-    """Read what counts of a message. Raises RequestError for one that is not text."""
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise RequestError(f"{place} is {str(message)[:80]}, expected an object with a role among {', '.join(ROLES)}")
-    content = message.get("content") or ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise RequestError(f"{place}.content has a part that is not text, expected text alone")
-    text = "".join(str(part.get("text", "")) for part in parts)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        arguments = function.get("arguments", "")
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            # Clients may write the same arguments in another way.
-            arguments = json.dumps(json.loads(arguments), sort_keys=True)
-        calls.append((str(function.get("name")), str(arguments)))
-    # Clients may also strip the answers that they repeat.
-    return _Said(
-        role=message["role"], text=text.strip() if message["role"] == "assistant" else text, calls=tuple(calls)
-    )

@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megarl.environments.chat import Chat, RequestError
+from megarl.environments.chat import Chat
+from megarl.environments.chat_requests import RequestError
 from megarl.environments.dialects import DIALECTS, Dialect
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, trust
 from megarl.host.listeners import LOOPBACK, hold_port

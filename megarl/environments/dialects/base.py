@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from megarl.environments.chat import Chat, RequestError
+from megarl.environments.chat import Chat
+from megarl.environments.chat_requests import RequestError
 
 Json: TypeAlias = Mapping[str, Any]
 

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterator, Mapping
 
-from megarl.environments.chat import Chat, RequestError
+from megarl.environments.chat import Chat
+from megarl.environments.chat_requests import RequestError
 from megarl.environments.dialects.base import Dialect, Json, text_of
 
 # Claude Code begins its instructions with this line, which changes with every request.

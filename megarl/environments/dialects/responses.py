@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.environments.chat import Chat, RequestError
+from megarl.environments.chat import Chat
+from megarl.environments.chat_requests import RequestError
 from megarl.environments.dialects.base import Dialect, Json, text_of
 
 _TEXTS = ("input_text", "output_text", "text")

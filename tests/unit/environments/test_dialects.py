@@ -246,6 +246,37 @@ def test_a_response_that_is_not_stored_is_not_gone_on_from(given: Mapping[str, b
     assert lead(agent, "3", "Yes").last.details["status"] == status
 
 
+@pytest.mark.parametrize(
+    ("wrote", "sent", "changed"),
+    [
+        ('{"a": 1.0, "b": [2.50, -0.0]}', '{"b":[2.5,0],"a":1}', 0),
+        ('{"a": 1, "b": 2}', '{"a":1,"b":2,"c":"a default"}', 1),
+        ('{"a": 1, "b": 2}', '{"a":1}', 1),
+        ('{"a": 1, "b": 2}', "{}", 1),
+    ],
+)
+def test_calls_are_known_by_their_ids_whatever_a_client_makes_of_their_arguments(
+    wrote: str, sent: str, changed: int
+) -> None:
+    call = f'<tool_call>{{"name": "add", "arguments": {wrote}}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+
+    def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        messages: list[Any] = [{"role": "user", "content": "1+2?"}]
+        for said in ("3", "Sure?", "Really?"):
+            body = {"messages": messages, "tools": tools}
+            answer = post(base_url, "chat/completions", body).json()["choices"][0]["message"]
+            for each in answer.get("tool_calls", ()):
+                each["function"]["arguments"] = sent
+            role = {"role": "tool", "tool_call_id": "call_0_0"} if said == "3" else {"role": "user"}
+            messages += [answer, {**role, "content": said}]
+
+    talk = lead(agent, call, "3", "Yes")
+    assert talk.last.details == ({"changed_calls": changed} if changed else {})
+    assert talk.text.count(call) == 1
+    assert talk.text.count("<|im_start|>user") == 2
+
+
 def requests(*bodies: Mapping[str, Any]) -> Callable[..., None]:
     def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
         for body in bodies:

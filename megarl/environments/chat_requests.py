@@ -1,0 +1,112 @@
+"""Read what an agent sends of a chat: which fields count, and what of a message is compared."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do
+# not. Every other field that is not read, such as temperature, is ignored: the run's settings decide how turns are
+# sampled.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        ("functions", "structured_outputs", "stop_token_ids", "bad_words", "chat_template_kwargs"), ({}, [])
+    ),
+    **dict.fromkeys((f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")), ({}, [], "")),
+    **dict.fromkeys(("continue_final_message", "ignore_eos", "echo"), (False,)),
+    **dict.fromkeys(("function_call", "chat_template"), ("none", "")),
+    "min_tokens": (0,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "stop": ([], ""),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "logit_bias": ({},),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RequestError(ValueError):
+    """A request that is not answered; the agent is told why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """The parts of a message that are compared: who said it, the text, and each call's name and arguments.
+
+    call_ids: by which the calls are known, even if a client sends them back with other arguments.
+    """
+
+    role: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+    call_ids: tuple[str, ...] = field(default=(), compare=False)
+
+
+def refuse_fields(body: Mapping[str, object]) -> None:
+    """Raise RequestError for fields that cannot be honoured, and must not be ignored."""
+    for name, harmless in REFUSED.items():
+        if body.get(name) is not None and body[name] not in harmless:
+            remedy = "; set rollout.stop" if name == "stop" else ""
+            raise RequestError(f"{name} is {body[name]!r}, expected it to be left out{remedy}")
+    for name in ("n", "max_tokens", "max_completion_tokens"):
+        if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
+            raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
+
+
+def in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
+    """Return messages with the results of each turn's calls in the order of its calls, by which templates tell them
+    apart. Raises RequestError for results that belong to no call, and for calls of which only some have one.
+    """
+    ordered, ids = list[Any](), list[Any]()
+    for is_result, group in itertools.groupby(messages, lambda message: _field(message, "role") == "tool"):
+        run = list(group)
+        named = [_field(message, "tool_call_id") for message in run]
+        if is_result and ids and all(named):
+            if sorted(map(str, named)) != sorted(map(str, ids)):
+                raise RequestError(
+                    f"messages[{len(ordered)}] has results of the calls {named}, expected one of each call before it, "
+                    f"{ids}"
+                )
+            run.sort(key=lambda message: ids.index(message["tool_call_id"]))
+        ordered += run
+        ids = [_field(call, "id") for call in _field(run[-1], "tool_calls") or ()]
+    return ordered
+
+
+def _field(message: object, name: str) -> Any:
+    return message.get(name) if isinstance(message, Mapping) else None
+
+
+def read_message(message: object, place: str) -> Said:
+    """Read what counts of a message. Raises RequestError for one that is not text."""
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise RequestError(f"{place} is {str(message)[:80]}, expected an object with a role among {', '.join(ROLES)}")
+    content = message.get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        raise RequestError(f"{place}.content has a part that is not text, expected text alone")
+    text = "".join(str(part.get("text", "")) for part in parts)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments = function.get("arguments", "")
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            # Clients may write the same arguments in another way; JavaScript's have no 1.0.
+            arguments = json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
+        calls.append((str(function.get("name")), str(arguments)))
+    # Clients may also strip the answers that they repeat.
+    return Said(
+        role=message["role"],
+        text=text.strip() if message["role"] == "assistant" else text,
+        calls=tuple(calls),
+        call_ids=tuple(str(call.get("id")) for call in message.get("tool_calls") or ()),
+    )
+
+
+def _number(digits: str) -> float | int:
+    """Return a number as JavaScript would write it."""
+    value = float(digits)
+    return int(value) if value.is_integer() else value
