@@ -13,10 +13,12 @@ from megarl.weights.rules import Family
 _SYNONYMS = (
     ("dtype", "torch_dtype"),
     ("num_nextn_predict_layers", "num_mtp_layers"),
+    # vLLM sizes its cache by the first that a file has, whatever the architecture.
+    ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
 )
 _EXPERT_SYNONYMS = (
-    ("num_experts", "num_local_experts", "n_routed_experts"),
-    ("num_experts_per_tok", "experts_per_token"),
+    ("num_experts", "moe_num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk", "moe_top_k"),
 )
 # Further names of rope types, as vLLM takes them.
 _OLD_ROPE_TYPES = {"su": "longrope", "mrope": "default"}
