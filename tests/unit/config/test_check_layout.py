@@ -113,7 +113,7 @@ def test_layers_that_fill_the_stages(layout: LayoutConfig, num_layers: int) -> N
     ],
 )
 def test_layers_that_do_not(layout: LayoutConfig, num_layers: int, message: str) -> None:
-    remedy = "set x.first_stage_layers or last_stage_layers so that the rest divides evenly"
+    remedy = "choose another pp, or set x.first_stage_layers or last_stage_layers so that the rest divides evenly"
     with pytest.raises(ConfigError, match=f"^{re.escape(f'x: {message}; {remedy}')}$"):
         check_stages(layout, {"num_hidden_layers": num_layers}, "x")
 
