@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,22 +204,23 @@ async def run_program(
     command: Sequence[str], text: str, variables: Mapping[str, str], folder: Path | None = None
 ) -> Ended:
     """Run a program that reads `text`. Whatever it started in its session ends with it."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=folder,
-        env=variables,
-        pass_fds=[chat_server().held.fileno()],
-        start_new_session=True,
-    )
-    assert process.stdin is not None
+    # A file, as a pipe breaks where a program ends without reading.
+    with tempfile.TemporaryFile() as given:
+        given.write(text.encode())
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=folder,
+            env=dict(variables),
+            pass_fds=[chat_server().held.fileno()],
+            start_new_session=True,
+        )
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        process.stdin.write(text.encode())
-        process.stdin.close()
         reading = (_end_of(process.stdout, MOST_OUTPUT_BYTES), _end_of(process.stderr, MOST_ERROR_BYTES))
         output, errors = await asyncio.gather(*reading)
         code = await process.wait()

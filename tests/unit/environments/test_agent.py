@@ -25,7 +25,7 @@ import yaml
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import open_environments
-from megarl.environments.agent import _ask_program
+from megarl.environments.agent import _ask_program, run_program
 from megarl.errors import ConfigError
 from megarl.types import Prompt
 from tests.helpers.agent_talk import TOKENIZER, Talk, converse, lead
@@ -332,6 +332,15 @@ def test_of_all_that_a_program_writes_only_the_end_is_kept(last: str, outcome: o
         tracemalloc.stop()
     assert returned == outcome
     assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_program_may_end_without_reading(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Workers run on uvloop, whose pipes are closed as soon as their program has ended."""
+    with asyncio.Runner(loop_factory=loop) as runner:
+        for text in ("", "x" * (1 << 20)):
+            ended = [runner.run(run_program(["true"], text, os.environ)) for _ in range(5)]
+            assert [each.exit_code for each in ended] == [0] * 5
 
 
 def test_a_program_that_fails_costs_the_sample(tmp_path: Path) -> None:
