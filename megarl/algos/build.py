@@ -95,7 +95,12 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
 
 
 def check_loop(config: Config) -> None:
-    """Raise ConfigError for what a user's own loop cannot give a loss: distributions, and what environments said."""
+    """Raise ConfigError for what a user's own loop cannot give a loss: distributions, and what environments said.
+
+    >>> check_loop(Config(algo=AlgoConfig(echo_coef=0.1)))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    megarl.errors.ConfigError: algo.echo_coef: got 0.1, but a session runs no environments; set it to 0, ...
+    """
     use_plugins_of(config)
     name, count, coef = config.algo.policy_loss.name, config.rollout.head_tokens, config.algo.echo_coef
     why = "a session keeps no distributions of what sampled, only log-probs of its tokens"

@@ -24,7 +24,11 @@ class RowImage:
 
 
 def row_image(places: Sequence[int], digest: str, grid: Sequence[int] | None) -> RowImage:
-    """Return an image of fields that a file kept as lists."""
+    """Return an image of fields that a file kept as lists.
+
+    >>> row_image([1, 2], "a", [1, 2]).grid
+    (1, 2)
+    """
     return RowImage(
         places=np.asarray(places, np.int32), digest=digest, grid=None if grid is None else (grid[0], grid[1])
     )

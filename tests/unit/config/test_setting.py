@@ -184,7 +184,7 @@ ONLY_DATA = {
     *("run.name", "run.dir", "model.path", "model.config_path", "data.train", "data.train.path", "data.val"),
     "checkpoint.accept_changed",
     *("data.chat_template.*", "data.prompt_key", "data.label_key", "data.target_key", "data.source_key"),
-    "data.default_source",
+    *("data.default_source", "data.image_key"),
     *("data.system_prompt", "algo.name", "algo.advantage.estimator", "algo.aggregation", "algo.correction.name"),
     *(
         "algo.filter.names",
