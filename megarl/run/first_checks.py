@@ -125,10 +125,10 @@ def _check_models(config: Config, command: str, files: str) -> list[str]:
         if command != "train-reward":
             open_model(config, for_sft=command == "sft")
         require_tokenizer(config.model.path, "model.path")
-    return list(_adapter_warnings(config))
+    return list(adapter_warnings(config))
 
 
-def _adapter_warnings(config: Config) -> Iterator[str]:
+def adapter_warnings(config: Config) -> Iterator[str]:
     """Yield a warning for each role whose given adapters were trained on a base of another name."""
     for key in ("actor", "critic", "reward_model"):
         section = getattr(config, key)

@@ -46,7 +46,7 @@ def test_every_pattern_answers_something() -> None:
         ("ds.load_in_4bit", "quantised base"),
         ("actor.lora.use_dora", "more than"),
         ("actor_rollout_ref.model.mtp.enable", "multi-token prediction"),
-        ("data.image_key", "images"),
+        ("data.image_patch_size", "images"),
         ("distillation.nnodes", "engines of a teacher"),
         ("normalize_reward", "normalisation of rewards"),
     ],
