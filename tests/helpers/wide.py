@@ -62,6 +62,7 @@ WIDE = {
     "tests/e2e/test_family_engines.py": _RUNS,
     "tests/e2e/test_family_runs.py": _RUNS,
     "tests/e2e/test_notebook.py": _RUNS,
+    "tests/e2e/test_image_runs.py": _RUNS,
     "tests/e2e/test_observed_replies.py": _RUNS,
     "tests/e2e/test_recorded_heads.py": _RUNS,
     "tests/e2e/test_processes.py": _RUNS,

@@ -137,6 +137,8 @@ def test_a_policy_loss_by_itself(name: str) -> None:
             clip_bounds=spoiled(numbers(6, 0.8, 1.2), fill),
             rollout_logprobs=spoiled(numbers(6), fill),
             beside=spoiled(numbers(7), fill),
+            ref_logprobs=spoiled(numbers(8), fill),
+            log_z=spoiled(numbers(9), fill),
         )
         cfg = PolicyLossConfig(name=name)
         weighted = policy_loss(replace(x, correction=spoiled(numbers(5, 0, 2), fill)), cfg)

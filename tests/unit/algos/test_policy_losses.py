@@ -151,6 +151,8 @@ def loss_inputs(logprobs: Tensor, old: list[float], advantages: list[float], **m
         loss_mask=torch.ones(1, len(old), dtype=torch.bool),
         rollout_logprobs=torch.tensor([old], dtype=torch.float64),
         beside=0.5 * logprobs,
+        ref_logprobs=torch.tensor([old], dtype=torch.float64),
+        log_z=torch.ones(1, len(old), dtype=torch.float64),
         **{"chosen": torch.arange(len(old))[None] == 1, "clip_bounds": torch.ones(1, len(old)).double(), **more},
     )
 
@@ -347,6 +349,8 @@ def test_inputs_are_not_mutated_and_float32_stays() -> None:
             clip_bounds=torch.tensor([[1.2, 0.8]]),
             rollout_logprobs=torch.tensor([[-1.0, -1.0]]),
             beside=torch.tensor([[0.5, 1.0]]),
+            ref_logprobs=torch.tensor([[-1.0, -1.0]]),
+            log_z=torch.tensor([[1.0, 0.0]]),
         )
         copy = copy_of(x)
         terms = policy_loss(x, PolicyLossConfig(name=name))
@@ -374,6 +378,8 @@ def test_the_kl_of_a_token_is_not_clamped(name: str) -> None:
         clip_bounds=torch.ones(1, 2, dtype=torch.float64),
         rollout_logprobs=torch.tensor([[-1.0, -1.0]], dtype=torch.float64),
         beside=0.5 * logprobs,
+        ref_logprobs=torch.tensor([[-1.0, -1.0]], dtype=torch.float64),
+        log_z=torch.ones(1, 2, dtype=torch.float64),
     )
     terms = policy_loss(x, PolicyLossConfig(name=name, cov_kl_coef=0.5))
     assert terms.diagnostics["actor/ppo_kl"].tolist() == [[30.0, 0.0]]

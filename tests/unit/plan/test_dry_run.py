@@ -539,6 +539,7 @@ def test_a_dry_run_warns_as_the_run_does_and_reads_the_data_that_is_there(
 ) -> None:
     """Half of the warnings are about settings, which need no file; prompts and hints need model and data."""
     overrides = [
+        f"run.dir={tmp_path}/runs",
         f"model.path={tmp_path}/model",
         f"model.config_path={write_config(tmp_path / 'published', max_position_embeddings=512)}",
         f"data.train=[{tmp_path}/data/train.parquet]",

@@ -1,0 +1,97 @@
+"""Runs whose prompts show images: killed and resumed, and sampled again, they are equal to the bit."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.kill_resume import SmallRun, assert_survives, differences
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.vision import PICTURES, make_rows
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(set(solution_str)) % 5)
+"""
+
+
+def rows() -> list[dict[str, Any]]:
+    """Images by path, by bytes and as a data URL, one or two in a prompt, and texts alone."""
+    found = []
+    for i in range(16):
+        one, other = "ABC"[i % 3], "ABC"[(i + 1) % 3]
+        coded = base64.b64encode(PICTURES[one]).decode()
+        url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{coded}"}}
+        prompt, images = (
+            ("look <image> what?", [f"{one}.png"]),
+            ("plain words", None),
+            ([{"role": "user", "content": "<image> or <image>"}], [{"bytes": coded, "path": None}, f"{other}.png"]),
+            ([{"role": "user", "content": [url, {"type": "text", "text": " and?"}]}], None),
+        )[i % 4]
+        row = {"prompt": prompt, "data_source": "megarl/sums", "target": f"it is {one}"}
+        found.append(row | {"reward_model": {"ground_truth": "0"}} | ({} if images is None else {"images": images}))
+    return found
+
+
+def write_inputs(directory: Path) -> str:
+    """Write a model, images and rows; return the file of the rows."""
+    with RankPool(1, timeout_s=280.0, preloaded=False) as pool:
+        pool.run(make_rows, "qwen3_vl", directory)
+    for name, content in PICTURES.items():
+        (directory / f"{name}.png").write_bytes(content)
+    file = directory / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    return str(file)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", ["none", "all"])
+def test_a_run_of_prompts_with_images(part: str, tmp_path: Path) -> None:
+    file = write_inputs(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = (
+        f"data.train=[{file}]",
+        "data.val=[]",
+        "data.image_key=images",
+        "data.max_prompt_tokens=256",
+        f"actor.vision.train={part}",
+        f"rewards.custom={{path: {tmp_path / 'reward.py'}, name: score}}",
+        "rollout.max_response_tokens=16",
+        "trainer.total_steps=3",
+        "algo.filter.names=[]",
+        "rollout.record=true",
+        "validation={every_steps: 1000, max_prompts: null}",
+    )
+    whole = SmallRun(inputs=tmp_path, name="whole", settings=settings)
+    assert whole.start().wait() == 0, whole.paths.root.with_suffix(".log").read_text()
+    steps = [record.metrics for record in whole.records() if "mismatch/abs_max" in record.metrics]
+    assert len(steps) == 3
+    assert max(metrics["mismatch/abs_max"] for metrics in steps) <= 1e-4
+    # Each image is kept once.
+    assert len([*(whole.paths.root / "images").iterdir()]) == 3
+    assert_survives(whole)
+
+
+@pytest.mark.timeout(600)
+def test_supervised_training_with_images_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    file = write_inputs(tmp_path)
+    settings = (
+        f"sft.train=[{file}]",
+        "sft.batch_size=4",
+        "data.image_key=images",
+        "data.max_prompt_tokens=256",
+        "actor.optimizer.lr=0.01",
+    )
+    whole, parts = (
+        SmallRun(inputs=tmp_path, name=name, command="sft", settings=settings) for name in ("whole", "parts")
+    )
+    for run, num_steps in ((whole, 3), (parts, 2), (parts, 3)):
+        process = SmallRun(
+            inputs=tmp_path, name=run.name, command="sft", settings=(*settings, f"sft.total_steps={num_steps}")
+        ).start()
+        assert process.wait() == 0, run.paths.root.with_suffix(".log").read_text()
+    losses = [record.metrics["sft/loss"] for record in whole.records() if "sft/loss" in record.metrics]
+    assert losses == sorted(losses, reverse=True)
+    assert differences(parts, whole) == []
