@@ -47,7 +47,7 @@ def write_inputs(directory: Path) -> str:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", ["none", "all"])
+@pytest.mark.parametrize("part", ["none", pytest.param("all", marks=pytest.mark.long)])
 def test_a_run_of_prompts_with_images(part: str, tmp_path: Path) -> None:
     file = write_inputs(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
