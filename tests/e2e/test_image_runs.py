@@ -46,12 +46,10 @@ def write_inputs(directory: Path) -> str:
     return str(file)
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", ["none", pytest.param("all", marks=pytest.mark.long)])
-def test_a_run_of_prompts_with_images(part: str, tmp_path: Path) -> None:
+def settings_of(tmp_path: Path, part: str) -> tuple[str, ...]:
     file = write_inputs(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
-    settings = (
+    return (
         f"data.train=[{file}]",
         "data.val=[]",
         "data.image_key=images",
@@ -64,16 +62,28 @@ def test_a_run_of_prompts_with_images(part: str, tmp_path: Path) -> None:
         "rollout.record=true",
         "validation={every_steps: 1000, max_prompts: null}",
     )
-    whole = SmallRun(inputs=tmp_path, name="whole", settings=settings)
-    assert whole.start().wait() == 0, whole.paths.root.with_suffix(".log").read_text()
-    steps = [record.metrics for record in whole.records() if "mismatch/abs_max" in record.metrics]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_prompts_with_images(tmp_path: Path) -> None:
+    run = SmallRun(inputs=tmp_path, name="run", settings=settings_of(tmp_path, "none"))
+    assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
+    steps = [record.metrics for record in run.records() if "mismatch/abs_max" in record.metrics]
     assert len(steps) == 3
     assert max(metrics["mismatch/abs_max"] for metrics in steps) <= 1e-4
     # Each image is kept once.
-    assert len([*(whole.paths.root / "images").iterdir()]) == 3
+    assert len([*(run.paths.root / "images").iterdir()]) == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_killed_run_with_a_whole_tower_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = SmallRun(inputs=tmp_path, name="whole", settings=settings_of(tmp_path, "all"))
+    assert whole.start().wait() == 0, whole.paths.root.with_suffix(".log").read_text()
     assert_survives(whole)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_supervised_training_with_images_goes_on_where_it_stopped(tmp_path: Path) -> None:
     file = write_inputs(tmp_path)
@@ -82,7 +92,7 @@ def test_supervised_training_with_images_goes_on_where_it_stopped(tmp_path: Path
         "sft.batch_size=4",
         "data.image_key=images",
         "data.max_prompt_tokens=256",
-        "actor.optimizer.lr=0.01",
+        "actor.optimizer={lr: 0.01, schedule: constant, warmup_steps: 0}",
     )
     whole, parts = (
         SmallRun(inputs=tmp_path, name=name, command="sft", settings=settings) for name in ("whole", "parts")
