@@ -124,16 +124,17 @@ class HarnessEnvironment(AgentEnvironment):
             raise ConfigError(f"{KEY}.workspace: {workspace} is no directory; correct its path, or leave it out")
         nowhere = Path("workspace")
         launch = loaded(Assignment(task="", workspace=nowhere, home=nowhere, base_url="", options=options))
+        if not check:
+            raise ConfigError(f"{KEY}.check is empty, expected a program and its arguments")
         for name, words in (("wrapper", wrapper), ("harness", launch.command), ("check", check)):
-            if not words and name == "check":
-                raise ConfigError(f"{KEY}.check is empty, expected a program and its arguments")
             if words and shutil.which(words[0]) is None:
                 raise ConfigError(f"{KEY}.{name}: there is no program {words[0]!r}; install it, or put it on PATH")
 
     async def _solve(self, prompt: Prompt, base_url: str, api_key: str) -> Mapping[str, object]:
         """Run the agent and the check; raise RuntimeError if the agent fails."""
-        with tempfile.TemporaryDirectory(prefix="megarl-harness-", ignore_cleanup_errors=True) as scratch:
-            workspace, home = Path(scratch, "workspace"), Path(scratch, "home")
+        scratch = Path(tempfile.mkdtemp(prefix="megarl-harness-"))
+        workspace, home = scratch / "workspace", scratch / "home"
+        try:
             home.mkdir()
             if self._template is None:
                 workspace.mkdir()
@@ -150,6 +151,9 @@ class HarnessEnvironment(AgentEnvironment):
             ended.require_success(launch.command[0])
             _write_files(workspace, prompt, CHECK_FILES)
             passed = (await run_program([*around, *self._check], "", variables, workspace)).exit_code == 0
+        finally:
+            # A repository has thousands of files, and the loop has thousands of samples.
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         return {"reward": float(passed), "correct": float(passed)}
 
 
