@@ -94,7 +94,6 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
-            "pytest-xdist",
             "gymnasium",
             "hypothesis",
             "peft",
