@@ -50,6 +50,8 @@ PLAIN = {"agent_name": "single_turn_agent", "channel": "final", "recipient": "al
 # Columns without which those of the first name are no whole prompts, in Alpaca's form, Dolly's, SQuAD's and MMLU's.
 _COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
+# Of data sets with fewer rows: the collector takes less than it takes to ask it what is left out already.
+_FEW_ROWS = 20_000
 _SEARCHED_ROWS = 64  # of a column that no row may have, at a time: it may hold films
 REPAIR = "correct or remove the row"
 
@@ -302,8 +304,8 @@ class RowFiles:
         return self._files[which][row]
 
     def __iter__(self) -> Iterator[Mapping[str, object]]:
-        """Yield all rows. Meanwhile the garbage collector leaves out what there was before, which takes it longest."""
-        freezes = gc.get_freeze_count() == 0
+        """Yield all rows. Meanwhile the collector leaves out what there was before many, which takes it longest."""
+        freezes = len(self) >= _FEW_ROWS and gc.get_freeze_count() == 0
         if freezes:
             gc.freeze()
         try:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.data import files
 from megarl.data.files import RowFiles
 from megarl.errors import DataError
 
@@ -168,8 +169,11 @@ def test_numbers_are_read_as_the_decimals_that_were_written(kind: pa.DataType, s
     assert stored_as(read[3]["label"]) == 2.0**-12
 
 
-def test_the_collector_leaves_out_what_there_was_while_rows_are_read(tmp_path: Path) -> None:
+def test_the_collector_leaves_out_what_there_was_while_rows_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while two readers take turns, and where the reading is broken off."""
+    monkeypatch.setattr(files, "_FEW_ROWS", 2)
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     data, was_frozen = RowFiles([path], columns=["a"]), gc.get_freeze_count() > 0
