@@ -60,7 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (first[item.path.parent], item.nodeid.split("::")[0] in FOLDERS))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # In the user's home vLLM keeps what it has found out about models, which a first run does not have.
+    os.environ["VLLM_CACHE_ROOT"] = str(session.config._tmp_path_factory.getbasetemp() / "vllm")  # type: ignore[attr-defined]
     gc.freeze()
     # Tests leave little garbage, and the usual thresholds look for it thousands of times.
     gc.set_threshold(50_000, 20, 20)

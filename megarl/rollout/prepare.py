@@ -50,14 +50,18 @@ def import_vllm() -> None:
 
 def lend_torchvision() -> None:
     """Put empty modules in the place of torchvision, whose functions texts never need, where it is not installed."""
-    if find_spec("torchvision") is None:
+    from vllm.model_executor.models import registry
+
+    lent = find_spec("torchvision") is None
+    if lent:
         from transformers.utils import is_torchvision_available
-        from vllm.model_executor.models import registry
 
         is_torchvision_available()  # It keeps the answer.
         for name in accumulate(("torchvision", ".transforms", ".v2", ".functional")):
             sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
-        # Another process, in which vLLM would look at its classes, has none of them.
+    if lent or platform().name == "cpu":
+        # vLLM looks at a model's class in another process, to leave CUDA alone. That one has neither these modules nor
+        # torchvision's Python part, unless a cache in the user's home knows the answer.
         registry._run_in_subprocess = lambda inspect: inspect()
 
 
