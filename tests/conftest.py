@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # In the user's home vLLM keeps what it has found out about models, which a first run does not have.
-    os.environ["VLLM_CACHE_ROOT"] = str(session.config._tmp_path_factory.getbasetemp() / "vllm")  # type: ignore[attr-defined]
+    # What vLLM and earlier runs have found out and keep in the user's home, a first run does not have.
+    os.environ["XDG_CACHE_HOME"] = str(session.config._tmp_path_factory.getbasetemp() / "cache")  # type: ignore[attr-defined]
     gc.freeze()
     # Tests leave little garbage, and the usual thresholds look for it thousands of times.
     gc.set_threshold(50_000, 20, 20)
