@@ -23,7 +23,7 @@ Waited: TypeAlias = "asyncio.Future[Any]"
 CAUSE_WAIT_S = 2.0
 # How often, during a wait, the processes that are not waited for are asked whether they live.
 WATCH_S = 0.5
-# How many silent processes a message describes at most; the stacks of all are in the logs.
+# At most so many silent processes write their stacks to the logs, and are described in a message.
 NUM_DESCRIBED = 4
 
 
