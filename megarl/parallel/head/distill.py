@@ -19,7 +19,7 @@ from megarl.parallel.head.logprobs import HeadOptions, prepare_head
 from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
-from megarl.parallel.head.teachers import Teacher, TeacherComparison
+from megarl.parallel.head.teachers import Chunk, Teacher, TeacherComparison
 
 _NUM_VALUES = len(TeacherComparison._fields)
 _DEFAULTS = HeadOptions()
@@ -92,8 +92,12 @@ def vocab_parallel_divergence(
     )
 
 
-# (tokens of a chunk, its logits, the teacher's scratch, what was found) → nothing
-OnChunk = Callable[[slice, torch.Tensor, Any, TeacherComparison], None]
+def logits_of(teacher: Teacher, x: HeadInputs) -> Callable[[slice], torch.Tensor]:
+    """Return how the teacher's logits of a chunk are computed, each over those before; empty if it has none."""
+    if teacher.inputs is None:
+        return lambda rows: x.hidden.new_empty(0)
+    buffer = teacher.inputs.buffer(min(x.chunk_tokens, len(x.hidden)))
+    return functools.partial(teacher.inputs.write_logits, out=buffer)
 
 
 def compare_rows(
@@ -102,7 +106,7 @@ def compare_rows(
     *,
     kept: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
-    on_chunk: OnChunk | None = None,
+    on_chunk: Callable[[Chunk, TeacherComparison], None] | None = None,
 ) -> torch.Tensor:
     """Return the values of `TeacherComparison` of all tokens, [values, N], computed chunk by chunk.
 
@@ -114,23 +118,22 @@ def compare_rows(
     by_chunk = on_chunk is not None or teacher.reads_logits_twice
     values = torch.zeros(_NUM_VALUES, count, dtype=dtype, device=device) if table is None else table
     parts = torch.empty(num_statistics, 0 if by_chunk else count, dtype=dtype, device=device)
-    size = min(x.chunk_tokens, count)
-    buffer, scratch = x.buffer(size) if kept is None else kept, teacher.allocate(size)
+    buffer, others = x.buffer(min(x.chunk_tokens, count)) if kept is None else kept, logits_of(teacher, x)
     for rows in x.chunks():
         logits = x.write_logits(rows, buffer if kept is None else kept[rows])
-        others = teacher.fill(rows, scratch)
+        chunk = Chunk(x, rows, logits, others(rows))
         if not by_chunk:
-            teacher.write_statistics(x, rows, logits, others, parts[:, rows])
+            teacher.write_statistics(chunk, parts[:, rows])
             continue
         part = parts.new_empty(num_statistics, len(logits))
-        teacher.write_statistics(x, rows, logits, others, part)
-        found = teacher.compare(x, rows, logits, others, gather_parts(part, x.shard.group))
+        teacher.write_statistics(chunk, part)
+        found = teacher.compare(chunk, gather_parts(part, x.shard.group))
         values[:, rows] = torch.stack(found)
         if on_chunk is not None:
-            on_chunk(rows, logits, others, found)
+            on_chunk(chunk, found)
     if not by_chunk:
-        whole = slice(0, count)
-        torch.stack(teacher.compare(x, whole, None, None, gather_parts(parts, x.shard.group)), out=values)
+        whole = Chunk(x, slice(0, count), *[x.hidden.new_empty(0)] * 2)
+        torch.stack(teacher.compare(whole, gather_parts(parts, x.shard.group)), out=values)
     return values
 
 
@@ -183,8 +186,8 @@ class DistilledGradients(torch.autograd.Function):
         ctx.spent = sinks.overwrite_hidden
         # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None
-        size = min(x.chunk_tokens, len(hidden))
-        buffer, scratch = x.buffer(size) if kept is None else None, teacher.allocate(size)
+        buffer = x.buffer(min(x.chunk_tokens, len(hidden))) if kept is None else None
+        others = logits_of(teacher, x)
         sums = HiddenGradient(hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         given = [torch.zeros_like(table[0]) if grad is None else grad for grad in grads[:3]]
         for rows in x.chunks():
@@ -192,7 +195,7 @@ class DistilledGradients(torch.autograd.Function):
             by_entropy = None if grads[1] is None else given[1][rows]
             there = TeacherComparison(*table[:, rows])
             weights = given[0][rows], by_entropy, given[2][rows]
-            _overwrite(x, teacher, rows, logits, teacher.fill(rows, scratch), there, *weights)
+            _overwrite(Chunk(x, rows, logits, others(rows)), teacher, there, *weights)
             sums[1].add(logits, hidden[rows])
             sums[0].add(rows, logits, x.weight)
         return sums[0].finish(), sums[1].finish(), None, None, None, None
@@ -213,8 +216,9 @@ def _in_chunk(
     grad_hidden, grad_weight = HiddenGradient(x.hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=wanted)
     depends_on_entropy = False
 
-    def on_chunk(rows: slice, logits: torch.Tensor, scratch: Any, found: TeacherComparison) -> None:
+    def on_chunk(chunk: Chunk, found: TeacherComparison) -> None:
         nonlocal depends_on_entropy
+        rows, logits = chunk.rows, chunk.logits
         by_logprobs, by_entropy, by_divergence, *_ = loss_gradients(*table[:4])
         assert by_logprobs is not None
         used[0, rows] = by_logprobs[rows]
@@ -223,7 +227,7 @@ def _in_chunk(
         if by_entropy is not None:
             depends_on_entropy, used[1, rows] = True, by_entropy[rows]
         weights = used[0, rows], used[1, rows] if by_entropy is not None else None, used[2, rows]
-        _overwrite(x, teacher, rows, logits, scratch, found, *weights)
+        _overwrite(chunk, teacher, found, *weights)
         grad_weight.add(logits, x.hidden[rows])
         grad_hidden.add(rows, logits, x.weight)
 
@@ -232,19 +236,16 @@ def _in_chunk(
 
 
 def _overwrite(
-    x: HeadInputs,
+    chunk: Chunk,
     teacher: Teacher,
-    rows: slice,
-    logits: torch.Tensor,
-    scratch: Any,
     found: TeacherComparison,
     by_logprobs: torch.Tensor,
     by_entropy: torch.Tensor | None,
     by_divergence: torch.Tensor,
 ) -> None:
-    """Overwrite raw logits of `rows` by the loss's gradient; everything else is for these rows only."""
+    """Overwrite a chunk's raw logits by the loss's gradient."""
     statistics = RowStatistics(
         logprobs=found.logprobs, entropy=found.entropy, lse=found.lse, nucleus_lse=found.nucleus_lse
     )
-    write = functools.partial(teacher.write_gradient, x, rows, scratch, found, by_divergence)
-    overwrite_by_gradient(x, rows, logits, statistics, by_logprobs, by_entropy, write)
+    write = functools.partial(teacher.write_gradient, chunk, found, by_divergence)
+    overwrite_by_gradient(chunk.x, chunk.rows, chunk.logits, statistics, by_logprobs, by_entropy, write)

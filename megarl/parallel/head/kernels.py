@@ -41,6 +41,10 @@ class PolicyTerm:
             b=None if self.b is None else self.b[rows],
         )
 
+    def by_label(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Return all but the temperatures, in the order of fields."""
+        return self.labels, self.lse, self.grad_logprobs, self.a, self.b
+
     def columns(self, first: int, width: int) -> "PolicyTerm":
         """Return the term for `width` columns from `first` on, within which labels then count."""
         here = self.labels - first

@@ -6,7 +6,7 @@ again, and ranks add up two floats per token. So nothing but the chunk's logits 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.parallel.head.kernels import PolicyTerm, blocks, normalised, policy_gradient, workspaces
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
-from megarl.parallel.head.teachers import TeacherComparison
+from megarl.parallel.head.teachers import Chunk, TeacherComparison, compared
 from megarl.types.objectives import HeadMeasure, HeadProbs
 
 
@@ -34,63 +34,45 @@ class MeasuredPolicy:
 
     inputs: HeadInputs
     measure: HeadMeasure
+    reads_logits_twice: ClassVar[bool] = True
 
     @property
     def num_statistics(self) -> int:
         return 2
 
-    @property
-    def reads_logits_twice(self) -> bool:
-        return True
-
-    def allocate(self, num_rows: int) -> Tensor:
-        return self.inputs.buffer(num_rows)
-
-    def fill(self, rows: slice, scratch: Any) -> Tensor:
-        return self.inputs.write_logits(rows, scratch)
-
-    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+        x, rows, logits, others = chunk
         own, labels, scale = x.num_statistics, x.labels[rows], self.inputs.inverse_temperature[rows]
         write_chunk_statistics(x, rows, logits, out[:own])
         out[own], out[own + 1] = -torch.inf, 0.0
         if not logits.shape[1]:
             return
-        picked = scratch.gather(1, labels.clamp(min=0)[:, None])[:, 0].to(out.dtype) * scale
+        picked = others.gather(1, labels.clamp(min=0)[:, None])[:, 0].to(out.dtype) * scale
         out[own + 1] = picked.masked_fill(labels < 0, 0.0)
         # Its entropy is not asked for.
         (u,) = workspaces(logits, out.dtype, count=1)
         for block in blocks(logits, len(u)):
-            z = torch.mul(scratch[block], scale[block, None], out=u[: block.stop - block.start])
+            z = torch.mul(others[block], scale[block, None], out=u[: block.stop - block.start])
             peak = z.amax(1, keepdim=True)
             out[own, block] = z.sub_(peak).exp_().sum(1).log_() + peak[:, 0]
 
-    def compare(
-        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
-    ) -> TeacherComparison:
-        assert logits is not None
-        own = x.num_statistics
+    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+        own = chunk.x.num_statistics
         found, there = combine(parts[:, :own]), parts[:, own].logsumexp(0)
         sums = torch.zeros(2, len(there), dtype=parts.dtype, device=parts.device)
-        for block, probs in self._blocks(x, rows, logits, scratch, lse=found.lse, teacher_lse=there):
+        for block, probs in self._blocks(chunk, lse=found.lse, teacher_lse=there):
             slopes = self.measure.slopes(probs)
             sums[0, block] = self.measure.value(probs, slopes)
             if slopes is not None:
                 sums[1, block] = slopes.sum(1)
-        if x.shard.group.size() > 1:
-            dist.all_reduce(sums, group=x.shard.group)
-        nothing, whole = torch.zeros_like(there), torch.ones_like(there)
-        return TeacherComparison(
-            logprobs=found.logprobs,
-            entropy=found.entropy,
+        if chunk.x.shard.group.size() > 1:
+            dist.all_reduce(sums, group=chunk.x.shard.group)
+        whole = torch.ones_like(there)
+        return compared(
+            found,
             divergence=sums[0],
             teacher_logprobs=parts[:, own + 1].sum(0) - there,
-            lse=found.lse,
-            nucleus_lse=found.nucleus_lse,
             mean=sums[1],
-            reverse_kl=nothing,
-            forward_kl=nothing,
-            teacher_entropy=nothing,
-            agreement=nothing,
             student_lse=found.lse,
             teacher_lse=there,
             student_mass=whole,
@@ -99,29 +81,21 @@ class MeasuredPolicy:
         )
 
     def write_gradient(
-        self,
-        x: HeadInputs,
-        rows: slice,
-        scratch: Any,
-        found: TeacherComparison,
-        weight: Tensor,
-        logits: Tensor,
-        term: PolicyTerm,
+        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         # The gradient by z_v is slope_v − p_v·Σ slopes; p_v has its own factor in that of the log-probs.
         everywhere, scaled = replace(term, a=term.a + weight * found.mean), weight * term.inverse_temperature
-        for block, probs in self._blocks(x, rows, logits, scratch, lse=term.lse, teacher_lse=found.teacher_lse):
+        for block, probs in self._blocks(chunk, lse=term.lse, teacher_lse=found.teacher_lse):
             if (slopes := self.measure.slopes(probs)) is None:
-                x.kernels.write_gradient(logits, term)
+                chunk.x.kernels.write_gradient(logits, term)
                 return
             policy_gradient(probs.log_p, everywhere.rows(block), out=probs.log_q)
             # Added before rounding to the dtype of logits.
             logits[block] = probs.log_q.addcmul_(slopes, scaled[block, None])
 
-    def _blocks(
-        self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, *, lse: Tensor, teacher_lse: Tensor
-    ) -> Iterator[_Block]:
+    def _blocks(self, chunk: Chunk, *, lse: Tensor, teacher_lse: Tensor) -> Iterator[_Block]:
         """Yield blocks of this rank's part of a chunk; each block's probabilities overwrite those of the one before."""
+        x, rows, logits, others = chunk
         if not logits.shape[1]:
             return
         here, there = x.inverse_temperature[rows], self.inputs.inverse_temperature[rows]
@@ -129,6 +103,6 @@ class MeasuredPolicy:
         for block in blocks(logits, len(p_block)):
             n = block.stop - block.start
             log_p = normalised(logits[block], here[block], lse[block], out=p_block[:n])
-            log_q = normalised(scratch[block], there[block], teacher_lse[block], out=q_block[:n])
+            log_q = normalised(others[block], there[block], teacher_lse[block], out=q_block[:n])
             nothing = torch.zeros_like(lse[block])
             yield _Block(block, HeadProbs(log_p=log_p, log_q=log_q, rest_p=nothing, rest_q=nothing))

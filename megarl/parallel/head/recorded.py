@@ -6,14 +6,14 @@ head is the whole nucleus, and p is normalised over it.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
-from megarl.parallel.head.teachers import TeacherComparison
+from megarl.parallel.head.teachers import Chunk, TeacherComparison, compared
 from megarl.parallel.head.top_teacher import gradient_at, overwrite_at
 from megarl.types.objectives import HeadMeasure, HeadProbs
 
@@ -29,22 +29,15 @@ class RecordedHead:
     logprobs: Tensor
     ids: Tensor
     measure: HeadMeasure
+    inputs: ClassVar[None] = None
+    reads_logits_twice: ClassVar[bool] = False
 
     @property
     def num_statistics(self) -> int:
         return 1 + self.ids.shape[1]
 
-    @property
-    def reads_logits_twice(self) -> bool:
-        return False
-
-    def allocate(self, num_rows: int) -> None:
-        return None
-
-    def fill(self, rows: slice, scratch: Any) -> None:
-        return None
-
-    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+        x, rows, logits, _ = chunk
         own = x.num_statistics
         out[own], out[own + 1 :] = -torch.inf, 0.0
 
@@ -69,30 +62,22 @@ class RecordedHead:
 
         write_chunk_statistics(x, rows, logits, out[:own], write)
 
-    def compare(
-        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
-    ) -> TeacherComparison:
+    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+        x, rows = chunk.x, chunk.rows
         own = x.num_statistics
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
         rest_lse = parts[:, own].logsumexp(0)
         z = parts[:, own + 1 :].sum(0).t().masked_fill(self.ids[rows] < 0, -torch.inf)
         probs = self._probs(x, rows, z, rest_lse, lse=found.lse, own_lse=found.nucleus_lse)
-        slopes, nothing = self.measure.slopes(probs), torch.zeros_like(rest_lse)
+        slopes = self.measure.slopes(probs)
         floor = torch.finfo(rest_lse.dtype).tiny
         ratio_of_rests = (probs.rest_q.clamp(min=floor) / probs.rest_p.clamp(min=floor)).log()
         between = torch.where(probs.log_q > -torch.inf, probs.log_q.exp() * (probs.log_q - probs.log_p), 0.0).sum(1)
-        return TeacherComparison(
-            logprobs=found.logprobs,
-            entropy=found.entropy,
+        return compared(
+            found,
             divergence=self.measure.value(probs, slopes),
-            teacher_logprobs=nothing,
-            lse=found.lse,
-            nucleus_lse=found.nucleus_lse,
-            mean=nothing if slopes is None else slopes.masked_fill(self.ids[rows] < 0, 0.0).sum(1),
-            reverse_kl=nothing,
+            mean=torch.zeros_like(rest_lse) if slopes is None else slopes.masked_fill(self.ids[rows] < 0, 0.0).sum(1),
             forward_kl=between + probs.rest_q * ratio_of_rests,
-            teacher_entropy=nothing,
-            agreement=nothing,
             student_lse=z.logsumexp(1),
             teacher_lse=probs.log_q.logsumexp(1),
             student_mass=1 - probs.rest_p,
@@ -101,15 +86,9 @@ class RecordedHead:
         )
 
     def write_gradient(
-        self,
-        x: HeadInputs,
-        rows: slice,
-        scratch: Any,
-        found: TeacherComparison,
-        weight: Tensor,
-        logits: Tensor,
-        term: PolicyTerm,
+        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
+        x, rows = chunk.x, chunk.rows
         columns, z = x.at_ids(self.ids[rows], rows, logits)
         probs = self._probs(x, rows, z, found.common_lse, lse=term.lse, own_lse=found.nucleus_lse)
         pulled_back = weight * found.mean

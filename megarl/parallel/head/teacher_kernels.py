@@ -8,7 +8,7 @@ softmax u over the columns given. The formulas are those of `divergence`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from megarl.parallel.head.kernels import PolicyTerm, blocks, normalised, policy_
 
 # Statistics of a chunk: three of the student alone, and seven of both.
 NUM_OWN, NUM_BOTH = 3, 7
+
+
+class LogitPair(NamedTuple):
+    """Raw logits [n, V] of a student and its teacher, and the inverse temperature [n] of each."""
+
+    logits: Tensor
+    others: Tensor
+    inverse_temperature: Tensor
+    teacher_inverse_temperature: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +51,14 @@ class DivergenceTerm:
 class TeacherKernels(Protocol):
     """The interface of the computations on chunks of logits [n, V] of a student and its teacher."""
 
-    def statistics(
-        self,
-        logits: Tensor,
-        others: Tensor,
-        inverse_temperature: Tensor,
-        teacher_inverse_temperature: Tensor,
-        labels: Tensor,
-        out: Tensor,
-    ) -> None:
+    def statistics(self, pair: LogitPair, labels: Tensor, out: Tensor) -> None:
         """Write ten numbers per token to `out` [10, n], all over these columns alone.
 
         0 to 2 are those of `ChunkKernels.statistics` for the student; 3 and 4 the teacher's lse and entropy; 5 KL(p‖q)
         and 6 KL(q‖p); 7 and 8 the largest z and u; 9 the largest u where z is largest. Logits stay unchanged.
         """
 
-    def mixture(
-        self,
-        logits: Tensor,
-        others: Tensor,
-        inverse_temperature: Tensor,
-        teacher_inverse_temperature: Tensor,
-        *,
-        lse: Tensor,
-        teacher_lse: Tensor,
-        beta: float,
-        out: Tensor,
-    ) -> None:
+    def mixture(self, pair: LogitPair, *, lse: Tensor, teacher_lse: Tensor, beta: float, out: Tensor) -> None:
         """Write these columns' parts of KL(p‖m) and KL(q‖m) to `out` [2, n], given each lse over all columns."""
 
     def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
@@ -104,15 +94,8 @@ SLOPES: Mapping[Divergence, Callable[[Tensor, Tensor, Tensor, float], Tensor]] =
 class TorchTeacherKernels:
     """The kernels of `TeacherKernels` in PyTorch, for every device and dtype, block by block as `TorchKernels` are."""
 
-    def statistics(
-        self,
-        logits: Tensor,
-        others: Tensor,
-        inverse_temperature: Tensor,
-        teacher_inverse_temperature: Tensor,
-        labels: Tensor,
-        out: Tensor,
-    ) -> None:
+    def statistics(self, pair: LogitPair, labels: Tensor, out: Tensor) -> None:
+        logits, others, inverse_temperature, teacher_inverse_temperature = pair
         picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].to(out.dtype) * inverse_temperature
         out[2] = picked.masked_fill(labels < 0, 0.0)
         z_block, u_block, e_block, f_block = workspaces(logits, out.dtype, count=4)
@@ -136,18 +119,8 @@ class TorchTeacherKernels:
             out[5, rows] = e.mul_(gap).sum(1) / total - log_total + teacher_log_total
             out[6, rows] = -f.mul_(gap).sum(1) / teacher_total - teacher_log_total + log_total
 
-    def mixture(
-        self,
-        logits: Tensor,
-        others: Tensor,
-        inverse_temperature: Tensor,
-        teacher_inverse_temperature: Tensor,
-        *,
-        lse: Tensor,
-        teacher_lse: Tensor,
-        beta: float,
-        out: Tensor,
-    ) -> None:
+    def mixture(self, pair: LogitPair, *, lse: Tensor, teacher_lse: Tensor, beta: float, out: Tensor) -> None:
+        logits, others, inverse_temperature, teacher_inverse_temperature = pair
         p_block, q_block = workspaces(logits, out.dtype)
         for rows in blocks(logits, len(p_block)):
             n = rows.stop - rows.start

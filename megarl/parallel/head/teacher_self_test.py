@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.self_test import EPS, KernelCheck
-from megarl.parallel.head.teacher_kernels import NUM_BOTH, NUM_OWN, DivergenceTerm, TeacherKernels
+from megarl.parallel.head.teacher_kernels import NUM_BOTH, NUM_OWN, DivergenceTerm, LogitPair, TeacherKernels
 
 # Columns of the vocabulary that another rank holds.
 _ELSEWHERE = 16
@@ -148,7 +148,8 @@ def _checks(
     scale, teacher_scale = scales.to(device, wide)
     local = labels.where(labels < V, -1).to(device)
     out = torch.full((NUM_OWN + NUM_BOTH, n), torch.nan, dtype=wide, device=device)
-    kernels.statistics(logits, others, scale, teacher_scale, local, out)
+    pair = LogitPair(logits, others, scale, teacher_scale)
+    kernels.statistics(pair, local, out)
     # Sums of thousands of float32 numbers in whatever order, relative to the largest result.
     for name, rows, atol in (("lse", [0, 3], 1e-5), ("entropy or KL", [1, 4, 5, 6], 1e-5), ("logit", [2, 7, 8, 9], 0)):
         expected = dense.statistics[rows]
@@ -165,7 +166,7 @@ def _checks(
     # Log-probs are wrong by float32 steps of z and lse.
     step = 1e-5 + 8 * EPS * float(torch.maximum(dense.lse.abs(), dense.teacher_lse.abs()).max())
     mixture = torch.full((2, n), torch.nan, dtype=wide, device=device)
-    kernels.mixture(logits, others, scale, teacher_scale, lse=lse, teacher_lse=teacher_lse, beta=case.beta, out=mixture)
+    kernels.mixture(pair, lse=lse, teacher_lse=teacher_lse, beta=case.beta, out=mixture)
     yield KernelCheck(name="KL from the mixture", got=mixture, expected=dense.mixture, atol=0 if case.equal else step)
     kernels.write_gradient(
         logits,

@@ -12,7 +12,7 @@ in which no large logits cancel. JSD needs every lse first, and then an all-redu
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,8 @@ from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import PolicyTerm
-from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
-from megarl.parallel.head.teacher_kernels import (
-    NUM_BOTH,
-    NUM_OWN,
-    DivergenceTerm,
-    TeacherKernels,
-)
+from megarl.parallel.head.statistics import HeadInputs, RowStatistics, combine, write_chunk_statistics
+from megarl.parallel.head.teacher_kernels import NUM_BOTH, NUM_OWN, DivergenceTerm, LogitPair, TeacherKernels
 
 
 class TeacherComparison(NamedTuple):
@@ -57,8 +52,28 @@ class TeacherComparison(NamedTuple):
     common_lse: Tensor
 
 
+class Chunk(NamedTuple):
+    """Tokens `rows` of the student's inputs x, and both models' raw logits [n, V]; what does not exist is empty."""
+
+    x: HeadInputs
+    rows: slice
+    logits: Tensor
+    others: Tensor
+
+
+def compared(found: RowStatistics, **values: Tensor) -> TeacherComparison:
+    """Complete a comparison by the student's own statistics, and by 0 for what the teacher does not tell."""
+    nothing = dict.fromkeys(TeacherComparison._fields, torch.zeros_like(found.lse))
+    own = {"logprobs": found.logprobs, "entropy": found.entropy, "lse": found.lse, "nucleus_lse": found.nucleus_lse}
+    return TeacherComparison(**{**nothing, **own, **values})
+
+
 class Teacher(Protocol):
-    """A teacher as the head sees it. `scratch` is what `fill` made of it for a chunk of tokens, such as its logits."""
+    """A teacher as the head sees it."""
+
+    @property
+    def inputs(self) -> HeadInputs | None:
+        """Return what the teacher's logits are computed from, or None if it has none."""
 
     @property
     def num_statistics(self) -> int:
@@ -68,29 +83,14 @@ class Teacher(Protocol):
     def reads_logits_twice(self) -> bool:
         """Return whether `compare` reads logits, so that each chunk is compared while they exist."""
 
-    def allocate(self, num_rows: int) -> Tensor | None:
-        """Allocate the scratch for chunks of at most `num_rows` tokens."""
+    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+        """Write this rank's statistics: `x.num_statistics` of the student, then those of the teacher."""
 
-    def fill(self, rows: slice, scratch: Any) -> Tensor | None:
-        """Compute the scratch of a chunk."""
-
-    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
-        """Write this rank's statistics of a chunk: `x.num_statistics` of the student, then those of the teacher."""
-
-    def compare(
-        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
-    ) -> TeacherComparison:
+    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
         """Combine the statistics of all ranks, [ranks, k, n]."""
 
     def write_gradient(
-        self,
-        x: HeadInputs,
-        rows: slice,
-        scratch: Any,
-        found: TeacherComparison,
-        weight: Tensor,
-        logits: Tensor,
-        term: PolicyTerm,
+        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         """Do what `ChunkKernels.write_gradient` does, and add weight·∂D/∂r."""
 
@@ -117,13 +117,8 @@ class WholeTeacher:
     def reads_logits_twice(self) -> bool:
         return self.divergence is Divergence.JSD
 
-    def allocate(self, num_rows: int) -> Tensor:
-        return self.inputs.buffer(num_rows)
-
-    def fill(self, rows: slice, scratch: Any) -> Tensor:
-        return self.inputs.write_logits(rows, scratch)
-
-    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+        x, rows, logits, others = chunk
         width, own, scale = self.columns, x.num_statistics, self.inputs.inverse_temperature[rows]
         both = torch.zeros(NUM_OWN + NUM_BOTH, len(logits), dtype=out.dtype, device=out.device)
         both[0], both[3], both[7:] = -torch.inf, -torch.inf, -torch.inf
@@ -131,7 +126,9 @@ class WholeTeacher:
         def write(logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
             if width:
                 here = labels.where(labels < width, -1)
-                self.kernels.statistics(logits[:, :width], scratch[:, :width], inverse_temperature, scale, here, both)
+                self.kernels.statistics(
+                    LogitPair(logits[:, :width], others[:, :width], inverse_temperature, scale), here, both
+                )
             out.copy_(both[:NUM_OWN])
             if logits.shape[1] > width:
                 beyond = torch.empty_like(out)
@@ -144,12 +141,11 @@ class WholeTeacher:
         out[own : own + NUM_BOTH] = both[NUM_OWN:]
         if self.cut:
             out[own + NUM_BOTH] = both[0]
-            out[own + NUM_BOTH + 1] = (scratch[:, width:].to(out.dtype) * scale[:, None]).logsumexp(1)
+            out[own + NUM_BOTH + 1] = (others[:, width:].to(out.dtype) * scale[:, None]).logsumexp(1)
 
-    def compare(
-        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
-    ) -> TeacherComparison:
-        own = x.num_statistics
+    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+        x, rows, logits, others = chunk
+        own, width = x.num_statistics, self.columns
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
         teacher_parts, teacher_entropy, reverse, forward, peak, teacher_peak, beside = parts[:, own : own + 7].unbind(1)
         student_parts = parts[:, own + NUM_BOTH] if self.cut else parts[:, 0]
@@ -161,32 +157,19 @@ class WholeTeacher:
         forward_kl = torch.where(n > 0, n * (forward + log_n - log_m), 0.0).sum(0)
         value = mean = reverse_kl if self.divergence is Divergence.REVERSE else forward_kl
         if self.divergence is Divergence.JSD:
-            # They are read once more.
-            assert logits is not None
             terms = torch.zeros(2, len(found.lse), dtype=parts.dtype, device=parts.device)
-            if self.columns:
-                self.kernels.mixture(
-                    logits[:, : self.columns],
-                    scratch[:, : self.columns],
-                    x.inverse_temperature[rows],
-                    self.inputs.inverse_temperature[rows],
-                    lse=student_lse,
-                    teacher_lse=teacher_lse,
-                    beta=self.beta,
-                    out=terms,
-                )
+            if width:
+                scales = x.inverse_temperature[rows], self.inputs.inverse_temperature[rows]
+                pair = LogitPair(logits[:, :width], others[:, :width], *scales)
+                self.kernels.mixture(pair, lse=student_lse, teacher_lse=teacher_lse, beta=self.beta, out=terms)
             if x.shard.group.size() > 1:
                 dist.all_reduce(terms, group=x.shard.group)
             mean, value = terms[0], (1 - self.beta) * terms[0] + self.beta * terms[1]
         outside = parts[:, own + NUM_BOTH + 1].logsumexp(0) if self.cut else torch.full_like(mean, -torch.inf)
-        return TeacherComparison(
-            logprobs=found.logprobs,
-            entropy=found.entropy,
+        return compared(
+            found,
             # Round-off may leave a tiny negative number where the two agree.
             divergence=value.clamp(min=0),
-            teacher_logprobs=torch.zeros_like(mean),
-            lse=found.lse,
-            nucleus_lse=found.nucleus_lse,
             mean=mean,
             reverse_kl=reverse_kl.clamp(min=0),
             forward_kl=forward_kl.clamp(min=0),
@@ -200,22 +183,15 @@ class WholeTeacher:
         )
 
     def write_gradient(
-        self,
-        x: HeadInputs,
-        rows: slice,
-        scratch: Any,
-        found: TeacherComparison,
-        weight: Tensor,
-        logits: Tensor,
-        term: PolicyTerm,
+        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         width = self.columns
         if width:
             beside = DivergenceTerm(
                 divergence=self.divergence,
                 beta=self.beta,
-                others=scratch[:, :width],
-                inverse_temperature=self.inputs.inverse_temperature[rows],
+                others=chunk.others[:, :width],
+                inverse_temperature=self.inputs.inverse_temperature[chunk.rows],
                 lse=found.student_lse,
                 teacher_lse=found.teacher_lse,
                 mean=found.mean,
@@ -223,4 +199,4 @@ class WholeTeacher:
             )
             self.kernels.write_gradient(logits[:, :width], term.columns(0, width), beside)
         if (beyond := logits.shape[1] - width) > 0:
-            x.kernels.write_gradient(logits[:, width:], term.columns(width, beyond))
+            chunk.x.kernels.write_gradient(logits[:, width:], term.columns(width, beyond))

@@ -6,16 +6,16 @@ number for all of them, so that the kernels of the plain head write it; that at 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import PolicyTerm
-from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
+from megarl.parallel.head.statistics import combine, write_chunk_statistics
 from megarl.parallel.head.teacher_kernels import SLOPES, log_ratio_to_mixture
-from megarl.parallel.head.teachers import TeacherComparison
+from megarl.parallel.head.teachers import Chunk, TeacherComparison, compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,35 +32,27 @@ class TopTeacher:
     beta: float
     columns: int
     cut: bool
+    inputs: ClassVar[None] = None
+    reads_logits_twice: ClassVar[bool] = False
 
     @property
     def num_statistics(self) -> int:
         return 1 + self.ids.shape[1] + self.cut
 
-    @property
-    def reads_logits_twice(self) -> bool:
-        return False
-
-    def allocate(self, num_rows: int) -> None:
-        return None
-
-    def fill(self, rows: slice, scratch: Any) -> None:
-        return None
-
-    def write_statistics(self, x: HeadInputs, rows: slice, logits: Tensor, scratch: Any, out: Tensor) -> None:
+    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+        x, rows, logits, _ = chunk
         own, end = x.num_statistics, x.num_statistics + 1 + self.ids.shape[1]
         write_chunk_statistics(x, rows, logits, out[:own])
         out[own], out[own + 1 : end], out[end:] = -torch.inf, 0.0, -torch.inf
         if self.columns:
-            z, compared = x.at_ids(self.ids[rows], rows, logits)[1], logits[:, : self.columns]
-            out[own] = compared.amax(1).to(out.dtype) * x.inverse_temperature[rows]
+            z, common = x.at_ids(self.ids[rows], rows, logits)[1], logits[:, : self.columns]
+            out[own] = common.amax(1).to(out.dtype) * x.inverse_temperature[rows]
             out[own + 1 : end] = z.masked_fill(z == -torch.inf, 0.0).t()
             if self.cut:
-                out[end] = (compared.to(out.dtype) * x.inverse_temperature[rows, None]).logsumexp(1)
+                out[end] = (common.to(out.dtype) * x.inverse_temperature[rows, None]).logsumexp(1)
 
-    def compare(
-        self, x: HeadInputs, rows: slice, logits: Tensor | None, scratch: Any, parts: Tensor
-    ) -> TeacherComparison:
+    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+        x, rows = chunk.x, chunk.rows
         own, end = x.num_statistics, x.num_statistics + 1 + self.ids.shape[1]
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
         common_lse = parts[:, end].logsumexp(0) if self.cut else found.lse
@@ -75,13 +67,9 @@ class TopTeacher:
             value = (1 - self.beta) * mean + self.beta * _mean_ratio(log_q, ratio + (log_q - log_p))
         likeliest = z.gather(1, log_q[:, :-1].argmax(1, keepdim=True))[:, 0]
         student_lse, teacher_lse = z.logsumexp(1), log_q[:, :-1].logsumexp(1)
-        return TeacherComparison(
-            logprobs=found.logprobs,
-            entropy=found.entropy,
+        return compared(
+            found,
             divergence=value.clamp(min=0),
-            teacher_logprobs=torch.zeros_like(mean),
-            lse=found.lse,
-            nucleus_lse=found.nucleus_lse,
             mean=mean,
             reverse_kl=reverse_kl.clamp(min=0),
             forward_kl=forward_kl.clamp(min=0),
@@ -95,15 +83,9 @@ class TopTeacher:
         )
 
     def write_gradient(
-        self,
-        x: HeadInputs,
-        rows: slice,
-        scratch: Any,
-        found: TeacherComparison,
-        weight: Tensor,
-        logits: Tensor,
-        term: PolicyTerm,
+        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
+        x, rows = chunk.x, chunk.rows
         columns, z = x.at_ids(self.ids[rows], rows, logits)
         owned = z > -torch.inf
         # The student's outcomes at other ranks' tokens are not read, but those of this rank and the rest.

@@ -139,14 +139,11 @@ class TritonKernels:
 
         Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
         """
-        check_layout(logits)
+        rows = rows_of(logits)
         if len(logits):
             _statistics_kernel[(len(logits),)](
-                logits,
-                logits.stride(0),
-                logits.shape[1],
-                inverse_temperature.contiguous(),
-                labels.contiguous(),
+                *rows,
+                *each_contiguous(inverse_temperature, labels),
                 out,
                 *out.stride(),
                 BLOCK=self.block,
@@ -158,25 +155,25 @@ class TritonKernels:
 
         Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
         """
-        check_layout(logits)
+        rows = rows_of(logits)
         if len(logits):
             _gradient_kernel[(len(logits) * triton.cdiv(logits.shape[1], self.block),)](
-                logits,
-                logits.stride(0),
-                logits.shape[1],
-                term.inverse_temperature.contiguous(),
-                term.labels.contiguous(),
-                term.lse.contiguous(),
-                term.grad_logprobs.contiguous(),
-                term.a.contiguous(),
-                term.b if term.b is None else term.b.contiguous(),
+                *rows,
+                *each_contiguous(term.inverse_temperature, *term.by_label()),
                 BLOCK=self.block,
                 num_warps=self.num_warps,
             )
 
 
-def check_layout(logits: Tensor) -> None:
-    if logits.dtype not in _DTYPES:
-        raise ValueError(f"logits are {logits.dtype}, expected one of {_DTYPES}; use TorchKernels for others")
-    if logits.shape[1] > 1 and logits.stride(1) != 1:
-        raise ValueError(f"logits have column stride {logits.stride(1)}, expected 1; pass them row by row")
+def rows_of(*tables: Tensor) -> tuple[Tensor | int, ...]:
+    """Return a kernel's first arguments: each table of logits with the stride of its rows, then their length."""
+    for logits in tables:
+        if logits.dtype not in _DTYPES:
+            raise ValueError(f"logits are {logits.dtype}, expected one of {_DTYPES}; use TorchKernels for others")
+        if logits.shape[1] > 1 and logits.stride(1) != 1:
+            raise ValueError(f"logits have column stride {logits.stride(1)}, expected 1; pass them row by row")
+    return *(part for logits in tables for part in (logits, logits.stride(0))), tables[0].shape[1]
+
+
+def each_contiguous(*values: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(value if value is None else value.contiguous() for value in values)

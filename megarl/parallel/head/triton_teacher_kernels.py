@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import PolicyTerm
-from megarl.parallel.head.teacher_kernels import DivergenceTerm
-from megarl.parallel.head.triton_kernels import LN_2, LOG2_E, LOWEST, check_layout, policy_gradient
+from megarl.parallel.head.teacher_kernels import DivergenceTerm, LogitPair
+from megarl.parallel.head.triton_kernels import LN_2, LOG2_E, LOWEST, each_contiguous, policy_gradient, rows_of
 
 # Compiled into the kernel of gradients.
 KINDS: Mapping[Divergence, int] = MappingProxyType({Divergence.REVERSE: 0, Divergence.FORWARD: 1, Divergence.JSD: 2})
@@ -185,60 +185,26 @@ class TritonTeacherKernels:
     block: int = 1024
     num_warps: int = 4
 
-    def statistics(
-        self,
-        logits: Tensor,
-        others: Tensor,
-        inverse_temperature: Tensor,
-        teacher_inverse_temperature: Tensor,
-        labels: Tensor,
-        out: Tensor,
-    ) -> None:
+    def statistics(self, pair: LogitPair, labels: Tensor, out: Tensor) -> None:
         """Compute the statistics that `TeacherKernels.statistics` defines; refuse what `TritonKernels` does."""
-        check_layout(logits)
-        check_layout(others)
-        if len(logits):
-            _statistics_kernel[(len(logits),)](
-                logits,
-                logits.stride(0),
-                others,
-                others.stride(0),
-                logits.shape[1],
-                inverse_temperature.contiguous(),
-                teacher_inverse_temperature.contiguous(),
-                labels.contiguous(),
+        both = rows_of(pair.logits, pair.others)
+        if len(out[0]):
+            _statistics_kernel[(len(out[0]),)](
+                *both,
+                *each_contiguous(pair.inverse_temperature, pair.teacher_inverse_temperature, labels),
                 out,
                 *out.stride(),
                 BLOCK=self.block,
                 num_warps=self.num_warps,
             )
 
-    def mixture(
-        self,
-        logits: Tensor,
-        others: Tensor,
-        inverse_temperature: Tensor,
-        teacher_inverse_temperature: Tensor,
-        *,
-        lse: Tensor,
-        teacher_lse: Tensor,
-        beta: float,
-        out: Tensor,
-    ) -> None:
+    def mixture(self, pair: LogitPair, *, lse: Tensor, teacher_lse: Tensor, beta: float, out: Tensor) -> None:
         """Compute the parts that `TeacherKernels.mixture` defines."""
-        check_layout(logits)
-        check_layout(others)
-        if len(logits):
-            _mixture_kernel[(len(logits),)](
-                logits,
-                logits.stride(0),
-                others,
-                others.stride(0),
-                logits.shape[1],
-                inverse_temperature.contiguous(),
-                teacher_inverse_temperature.contiguous(),
-                lse.contiguous(),
-                teacher_lse.contiguous(),
+        both = rows_of(pair.logits, pair.others)
+        if len(lse):
+            _mixture_kernel[(len(lse),)](
+                *both,
+                *each_contiguous(pair.inverse_temperature, pair.teacher_inverse_temperature, lse, teacher_lse),
                 beta,
                 out,
                 *out.stride(),
@@ -248,26 +214,12 @@ class TritonTeacherKernels:
 
     def write_gradient(self, logits: Tensor, term: PolicyTerm, beside: DivergenceTerm) -> None:
         """Overwrite the logits by the gradient that `TeacherKernels.write_gradient` defines."""
-        check_layout(logits)
-        check_layout(beside.others)
+        both = rows_of(logits, beside.others)
         if len(logits):
             _gradient_kernel[(len(logits) * triton.cdiv(logits.shape[1], self.block),)](
-                logits,
-                logits.stride(0),
-                beside.others,
-                beside.others.stride(0),
-                logits.shape[1],
-                term.inverse_temperature.contiguous(),
-                beside.inverse_temperature.contiguous(),
-                term.labels.contiguous(),
-                term.lse.contiguous(),
-                term.grad_logprobs.contiguous(),
-                term.a.contiguous(),
-                term.b if term.b is None else term.b.contiguous(),
-                beside.lse.contiguous(),
-                beside.teacher_lse.contiguous(),
-                beside.mean.contiguous(),
-                beside.weight.contiguous(),
+                *both,
+                *each_contiguous(term.inverse_temperature, beside.inverse_temperature, *term.by_label()),
+                *each_contiguous(beside.lse, beside.teacher_lse, beside.mean, beside.weight),
                 beside.beta,
                 KIND=KINDS[beside.divergence],
                 BLOCK=self.block,

@@ -13,7 +13,7 @@ from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits
 from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 from megarl.parallel.head.statistics import vocab_shard
-from megarl.parallel.head.teacher_kernels import DivergenceTerm, TorchTeacherKernels
+from megarl.parallel.head.teacher_kernels import DivergenceTerm, LogitPair, TorchTeacherKernels
 from megarl.parallel.head.teacher_self_test import teacher_self_test
 from tests.helpers.compare import assert_within
 from tests.helpers.head import head_problem, nucleus_problem
@@ -201,13 +201,13 @@ def test_the_self_test_passes_of_right_kernels(dtype: torch.dtype) -> None:
 
 
 class ForgetsTheTeachersTemperature(TorchTeacherKernels):
-    def statistics(self, logits: Tensor, others: Tensor, scale: Tensor, other: Tensor, *rest: Any) -> None:
-        super().statistics(logits, others, scale, scale, *rest)
+    def statistics(self, pair: LogitPair, labels: Tensor, out: Tensor) -> None:
+        super().statistics(pair._replace(teacher_inverse_temperature=pair.inverse_temperature), labels, out)
 
 
 class SwapsTheModels(TorchTeacherKernels):
-    def mixture(self, logits: Tensor, others: Tensor, *args: Any, out: Tensor, **rest: Any) -> None:
-        super().mixture(logits, others, *args, out=out, **rest)
+    def mixture(self, pair: LogitPair, *, out: Tensor, **rest: Any) -> None:
+        super().mixture(pair, out=out, **rest)
         out.copy_(out.flip(0))
 
 
