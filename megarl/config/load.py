@@ -279,8 +279,11 @@ def _parse_yaml(text: bytes) -> Any:
     """Parse one YAML document; ValueError says on one line what is wrong with it."""
     try:
         # libyaml would overflow the stack with brackets within brackets, thousands of them.
-        if len(text) > _SMALL:
-            _require_shallow(text)
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader) if len(text) > _SMALL else ():
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_LEVELS:
+                raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
     # PyYAML raises ValueError for text that only looks like a number, such as 0x_.
     except (yaml.YAMLError, ValueError) as error:
@@ -290,15 +293,6 @@ def _parse_yaml(text: bytes) -> Any:
         raise ValueError(reason) from error
     _require_finite(tree)
     return tree
-
-
-def _require_shallow(text: bytes) -> None:
-    """Raise ValueError if a YAML text has more than `_MOST_LEVELS` levels of mappings and lists."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MOST_LEVELS:
-            raise ValueError(f"it is nested in more than {_MOST_LEVELS} levels")
 
 
 def _require_finite(tree: object) -> None:

@@ -101,12 +101,12 @@ class WindowWriter(io.RawIOBase):
         return num_bytes
 
 
-def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -> int:
-    """Compute the CRC-32 of a byte range of a file, reading `chunk` bytes at a time."""
+def range_checksum(file: Path, offset: int, length: int) -> int:
+    """Compute the CRC-32 of a byte range of a file, reading 1 MiB at a time."""
     checksum = 0
     with file.open("rb", buffering=0) as stream:
         stream.seek(offset)
-        while length > 0 and (data := stream.read(min(chunk, length))):
+        while length > 0 and (data := stream.read(min(1 << 20, length))):
             checksum, length = zlib.crc32(data, checksum), length - len(data)
     return checksum
 

@@ -260,12 +260,6 @@ def columns_of(path: Path) -> Sequence[str]:
 COLUMN_REMEDY = "give one of them that name"
 
 
-def require_columns(path: Path, present: Sequence[str], required: Sequence[str], remedy: str) -> None:
-    """Raise DataError if a file lacks one of the required columns."""
-    if missing := [name for name in required if name not in present]:
-        raise DataError(f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(present))}; {remedy}")
-
-
 class RowFiles:
     """The rows of several files, presented as one sequence.
 
@@ -289,7 +283,9 @@ class RowFiles:
         changing = [*unread, *chain(*(_COMPLETING.get(name, ()) for name in columns if unread))]
         for path in self.paths:
             file = _open(path, columns, [name for name in changing if name not in columns])
-            require_columns(path, file.present, required, remedy)
+            if missing := [name for name in required if name not in file.present]:
+                there = ", ".join(sorted(file.present))
+                raise DataError(f"{path}: column {missing[0]!r} is missing; there are: {there}; {remedy}")
             self._files.append(file)
         self._ends, self._names = [*accumulate(self.sizes)], [*map(str, self.paths)]
         if not len(self):

@@ -195,11 +195,10 @@ def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
 
 def draw_lags(ax: Axes, runs: Sequence[Run]) -> None:
     """Draw the shares of tokens by lag, the freshest tokens at the bottom."""
-    shares = {int(lag): series for lag, series in runs[0].under("staleness/frac_lag_").items()}
-    steps = sorted({step for series in shares.values() for step in series.steps})
-    dense = {lag: _dense(shares[lag], steps) for lag in sorted(shares)}
-    labelled = {f"lag {lag}  {np.mean(values):.0%}": values for lag, values in dense.items()}
-    _stack(ax, steps, labelled, [color_of(index) for index in range(len(dense))])
+    shares = runs[0].under("staleness/frac_lag_")
+    steps, columns = _columns({lag: shares[lag] for lag in sorted(shares, key=int)})
+    labelled = {f"lag {int(lag)}  {np.mean(values):.0%}": values for lag, values in columns.items()}
+    _stack(ax, steps, labelled, [color_of(index) for index in range(len(columns))])
 
 
 def _stack(
@@ -228,12 +227,11 @@ def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float6
 
     Small phases, and the part of a step's time that belongs to no phase, are summed as "other".
     """
-    timings = run.under("timing_s/")
-    whole = timings.pop("step", Series())
-    steps = sorted({step for series in (whole, *timings.values()) for step in series.steps})
-    columns = {name: _dense(timings[name], steps) for name in phase_order(timings)}
+    timings = {"step": Series(), **run.under("timing_s/")}
+    steps, columns = _columns({name: timings[name] for name in phase_order(timings)})
+    whole = columns.pop("step")
     claimed = np.sum(list(columns.values()), axis=0) if columns else np.zeros(len(steps))
-    total = np.maximum(_dense(whole, steps), claimed)
+    total = np.maximum(whole, claimed)
     shown = {name: column for name, column in columns.items() if column.sum() >= MIN_PHASE_FRAC * total.sum()}
     other = total - sum(shown.values(), start=np.zeros(len(steps)))
     if other.sum() >= MIN_PHASE_FRAC * total.sum():
@@ -249,8 +247,7 @@ def phase_order(names: Iterable[str]) -> list[str]:
 def draw_failures(ax: Axes, runs: Sequence[Run]) -> None:
     """Draw the numbers of conversations that failed, by the kind of failure, on top of one another."""
     kinds = {kind: runs[0].get(f"environment/{kind}") for kind in FAILURES}
-    steps = sorted({step for series in kinds.values() for step in series.steps})
-    columns = {f"{kind}  {sum(series.values):.0f}": _dense(series, steps) for kind, series in kinds.items()}
+    steps, columns = _columns({f"{kind}  {sum(series.values):.0f}": series for kind, series in kinds.items()})
     _stack(ax, steps, columns, [color_of(index) for index in range(len(columns))], title="in all steps")
 
 
@@ -264,6 +261,8 @@ def draw_idle(ax: Axes, runs: Sequence[Run]) -> None:
     label_ends(ax, labels)
 
 
-def _dense(series: Series, steps: Sequence[int]) -> npt.NDArray[np.float64]:
-    values = dict(zip(series.steps, series.values, strict=True))
-    return np.array([values.get(step, 0.0) for step in steps])
+def _columns(series: Mapping[str, Series]) -> tuple[list[int], dict[str, npt.NDArray[np.float64]]]:
+    """Return the steps of all series, and the values of each at these steps, 0 where it has none."""
+    steps = sorted({step for each in series.values() for step in each.steps})
+    found = {name: dict(zip(each.steps, each.values, strict=True)) for name, each in series.items()}
+    return steps, {name: np.array([values.get(step, 0.0) for step in steps]) for name, values in found.items()}

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megarl.host.writing import replacing
-from megarl.report.curves import draw_fits
+from megarl.report.curves import draw_fits, draw_line
 from megarl.report.learning_curve import curve_of, to_text
 from megarl.report.panels import PANELS, Panel
 from megarl.report.run import Run
@@ -87,7 +87,7 @@ def _draw(panel: Panel, ax: Axes, runs: Sequence[Run]) -> None:
     if panel.over == "step":
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.margins(x=0.02)
-    panel.draw(ax, runs)
+    (panel.draw or partial(draw_line, metric=panel.needs))(ax, runs)
     left, right = ax.get_xlim()
     if panel.over == "step" and right - left < 1.0:  # a single step: ticks at whole numbers need room
         ax.set_xlim(left - 0.5, right + 0.5)

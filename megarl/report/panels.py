@@ -13,7 +13,6 @@ from megarl.report.curves import (
     draw_idle,
     draw_lags,
     draw_learning_curves,
-    draw_line,
     draw_mismatch,
     draw_reward,
     draw_spread,
@@ -29,8 +28,8 @@ from megarl.report.run import Run
 class Panel:
     """A panel of the report: one plot with its texts.
 
-    needs: a metric name or prefix without which there is nothing to draw. enough: whether a run has enough of it. over:
-    what the x axis shows.
+    needs: a metric name or prefix without which there is nothing to draw. enough: whether a run has enough of it. draw:
+    None: `needs` as a line. over: what the x axis shows.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Panel:
     unit: str
     caption: str
     needs: str
-    draw: Callable[[Axes, Sequence[Run]], None]
+    draw: Callable[[Axes, Sequence[Run]], None] | None = None
     over: str = "step"
     enough: Callable[[Run], bool] | None = None
 
@@ -167,7 +166,6 @@ PANELS = (
         unit="share of responses",
         caption="Cut at rollout.max_response_tokens, before their end.",
         needs="response_length/clip_ratio",
-        draw=partial(draw_line, metric="response_length/clip_ratio"),
     ),
     Panel(
         name="turns",
@@ -183,7 +181,6 @@ PANELS = (
         unit="calls in a conversation",
         caption="Mean over the sampled conversations.",
         needs="environment/tool_calls",
-        draw=partial(draw_line, metric="environment/tool_calls"),
     ),
     Panel(
         name="environment_time",
@@ -191,7 +188,6 @@ PANELS = (
         unit="seconds in a conversation",
         caption="What environments took for all replies of a conversation, mean; engines work meanwhile.",
         needs="perf/environment_reply_s",
-        draw=partial(draw_line, metric="perf/environment_reply_s"),
     ),
     Panel(
         name="environment_failures",
@@ -215,7 +211,6 @@ PANELS = (
         unit="L2 norm before clipping",
         caption="Of the actor's gradient.",
         needs="actor/grad_norm",
-        draw=partial(draw_line, metric="actor/grad_norm"),
     ),
     Panel(
         name="entropy",
@@ -223,7 +218,6 @@ PANELS = (
         unit="nats per token",
         caption="Mean over response tokens. A fall to zero means that samples stop differing.",
         needs="actor/entropy",
-        draw=partial(draw_line, metric="actor/entropy"),
     ),
     Panel(
         name="time",
@@ -239,7 +233,6 @@ PANELS = (
         unit="tokens per second",
         caption="Tokens of a step over its duration.",
         needs="perf/tokens_per_s",
-        draw=partial(draw_line, metric="perf/tokens_per_s"),
     ),
     Panel(
         name="idle",

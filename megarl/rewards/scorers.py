@@ -146,19 +146,14 @@ def _same_words(answer: str, accepted: str) -> bool:
 @lru_cache(maxsize=4096)
 def _forms_of(text: str) -> tuple[str, str, str]:
     """Return a text without quotation marks around words, without punctuation and case, and without articles too."""
-    text = _one_form(text)
+    if not text.isascii():
+        # Unicode's composed form, with ASCII digits and marks, without invisible characters.
+        text = _INDEX.sub(lambda index: unicodedata.normalize("NFKC", index[0]), text.replace("\u2212", "-"))
+        text = _IN_NUMBER.sub(" ", "".join(map(_form_of, text)))
+        text = unicodedata.normalize("NFC", text.replace(_INVISIBLE, ""))
     text = (_QUOTED.sub(r"\2", text) if _QUOTED.search(text) else text).strip()
     plain = " ".join("".join(_KEPT.findall(text)).split())
     return text, plain.casefold(), _ARTICLE.sub("", plain).casefold()
-
-
-def _one_form(text: str) -> str:
-    """Return a text in Unicode's composed form, with ASCII digits and marks, without invisible characters."""
-    if text.isascii():
-        return text
-    text = _INDEX.sub(lambda index: unicodedata.normalize("NFKC", index[0]), text.replace("\u2212", "-"))
-    text = _IN_NUMBER.sub(" ", "".join(map(_form_of, text)))
-    return unicodedata.normalize("NFC", text.replace(_INVISIBLE, ""))
 
 
 def _form_of(character: str) -> str:

@@ -11,7 +11,7 @@ from tests.helpers.head import dense_values
 from tests.helpers.head_ranks import Collective, token_loss
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
-from tests.helpers.teacher_heads import TEACHER_TEMPERATURE, TaughtCase, TaughtProblem, TaughtResult, taught_gradients
+from tests.helpers.teacher_heads import TEACHER_TEMPERATURE, TaughtCase, TaughtProblem, TaughtResult
 
 if TYPE_CHECKING:
     from megarl.parallel.head.distill import DistilledLogprobs
@@ -111,25 +111,15 @@ class RecordedCase(TaughtCase):
     ) -> "DistilledLogprobs":
         """The head beside the engine's."""
         from megarl.parallel.head.distill import vocab_parallel_divergence
-        from megarl.parallel.head.logprobs import HeadOptions
-        from megarl.parallel.head.memory_mode import HeadMemoryMode
 
-        problem, memory_mode = self.problem, HeadMemoryMode(self.memory_mode)
+        problem = self.problem
         return vocab_parallel_divergence(
             hidden,
             weight,
             problem.student.labels,
             shard=shard,
             teacher=self.sampler(taught, other, other_shard),
-            options=HeadOptions(
-                temperature=problem.student.temperature,
-                memory_mode=memory_mode,
-                chunk_tokens=self.chunk_tokens,
-                entropy_needs_grad=problem.student.grad_entropy is not None,
-                row_counts=self.row_counts,
-                logit_cap=problem.student.logit_cap,
-                loss_gradients=taught_gradients(problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
-            ),
+            options=self.head_options(),
             nucleus=problem.student.nucleus,
         )
 

@@ -15,6 +15,7 @@ from tests.helpers.ranks import join_layout
 
 if TYPE_CHECKING:
     from megarl.parallel.head.distill import DistilledLogprobs
+    from megarl.parallel.head.logprobs import HeadOptions
 
 TEACHER_TEMPERATURE = 0.5
 VALUES = ("logprobs", "entropy", "divergence", "reverse_kl", "forward_kl", "teacher_entropy", "agreement")
@@ -178,10 +179,8 @@ class TaughtCase:
         """The head with its teacher."""
         from megarl.parallel.head.distill import vocab_parallel_divergence
         from megarl.parallel.head.given_teachers import TeacherLogits, TopLogits
-        from megarl.parallel.head.logprobs import HeadOptions
-        from megarl.parallel.head.memory_mode import HeadMemoryMode
 
-        problem, memory_mode = self.problem, HeadMemoryMode(self.memory_mode)
+        problem = self.problem
         teacher: TeacherLogits | TopLogits = TeacherLogits(
             hidden=taught, weight=other, shard=other_shard, temperature=TEACHER_TEMPERATURE, common=problem.common
         )
@@ -196,17 +195,24 @@ class TaughtCase:
             teacher=teacher,
             divergence=problem.divergence,
             beta=problem.beta,
-            options=HeadOptions(
-                temperature=problem.student.temperature,
-                memory_mode=memory_mode,
-                chunk_tokens=self.chunk_tokens,
-                entropy_needs_grad=problem.student.grad_entropy is not None,
-                row_counts=self.row_counts,
-                logit_cap=problem.student.logit_cap,
-                loss_gradients=taught_gradients(problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
-                **self.options,
-            ),
+            options=self.head_options(),
             nucleus=problem.student.nucleus,
+        )
+
+    def head_options(self) -> "HeadOptions":
+        from megarl.parallel.head.logprobs import HeadOptions
+        from megarl.parallel.head.memory_mode import HeadMemoryMode
+
+        problem, memory_mode = self.problem, HeadMemoryMode(self.memory_mode)
+        return HeadOptions(
+            temperature=problem.student.temperature,
+            memory_mode=memory_mode,
+            chunk_tokens=self.chunk_tokens,
+            entropy_needs_grad=problem.student.grad_entropy is not None,
+            row_counts=self.row_counts,
+            logit_cap=problem.student.logit_cap,
+            loss_gradients=taught_gradients(problem) if memory_mode is HeadMemoryMode.IN_CHUNK else None,
+            **self.options,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import PolicyTerm
-from megarl.parallel.head.self_test import EPS, KernelCheck
+from megarl.parallel.head.self_test import EPS, KernelCheck, SelfTestCase
 from megarl.parallel.head.teacher_kernels import NUM_BOTH, NUM_OWN, DivergenceTerm, LogitPair, TeacherKernels
 
 # Columns of the vocabulary that another rank holds.
@@ -19,21 +19,15 @@ _ELSEWHERE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherCase:
-    """A self-test case with random logits of the student and the teacher, offset + deviation·N(0, 1).
+class TeacherCase(SelfTestCase):
+    """A self-test case with random logits of the student and the teacher.
 
     equal: the teacher has the student's logits and temperatures.
     """
 
-    name: str
-    num_columns: int
     divergence: Divergence
     beta: float = 0.5
-    offset: float = 0.0
-    deviation: float = 2.0
-    with_entropy: bool = True
     equal: bool = False
-    num_rows: int = 6
 
 
 TEACHER_CASES = (

@@ -53,9 +53,8 @@ def near(tensor: Tensor, expected: list[list[float]]) -> None:
     torch.testing.assert_close(tensor, f64(expected), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis", "reinforce_pro"])
-def test_golden(kind: str, golden: Any, check_golden: Any) -> None:
-    case = golden(f"D.is.{kind}")
+def golden_loss(case: Any, cfg: CorrectionConfig) -> tuple[Correction, PolicyLossInputs]:
+    """A golden case's correction, and the inputs of its policy loss."""
     data = {name: f64(value) for name, value in case["inputs"].items()}
     mask = data["mask"].bool()
     correction = compute_correction(
@@ -66,20 +65,26 @@ def test_golden(kind: str, golden: Any, check_golden: Any) -> None:
             loss_mask=mask,
             demonstration_mask=torch.zeros_like(mask),
         ),
-        CorrectionConfig(name=kind, low=case["params"]["low"], high=case["params"]["high"]),
+        cfg,
     )
+    return correction, PolicyLossInputs(
+        logprobs=data["logp"],
+        old_logprobs=correction.old_logprobs,
+        advantages=data["adv"],
+        loss_mask=mask,
+        correction=correction.weights,
+    )
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis", "reinforce_pro"])
+def test_golden(kind: str, golden: Any, check_golden: Any) -> None:
+    case = golden(f"D.is.{kind}")
+    cfg = CorrectionConfig(name=kind, low=case["params"]["low"], high=case["params"]["high"])
+    correction, loss_inputs = golden_loss(case, cfg)
     check_golden(correction.weights, case["expected"]["weight"], case)
     eps = case["params"]["eps"]
-    terms = policy_loss(
-        PolicyLossInputs(
-            logprobs=data["logp"],
-            old_logprobs=correction.old_logprobs,
-            advantages=data["adv"],
-            loss_mask=mask,
-            correction=correction.weights,
-        ),
-        PolicyLossConfig(clip_low=eps, clip_high=eps, dual_clip=None),
-    )
+    terms = policy_loss(loss_inputs, PolicyLossConfig(clip_low=eps, clip_high=eps, dual_clip=None))
+    mask = loss_inputs.loss_mask
     # Rejected tokens stay in the denominator.
     check_golden(terms.loss[mask].sum() / mask.sum(), case["expected"]["loss_token_mean"], case)
 
@@ -182,31 +187,13 @@ def test_demonstration_tokens_have_weight_1_and_count_in_no_statistic() -> None:
 
 def test_rollout_ratio_golden_gspo(golden: Any, check_golden: Any) -> None:
     case = golden("D.gspo.rollout_True")
-    data = {name: f64(value) for name, value in case["inputs"].items()}
-    mask = data["mask"].bool()
-    correction = compute_correction(
-        CorrectionInputs(
-            old_logprobs=data["old_logp"],
-            rollout_logprobs=data["rollout_logp"],
-            advantages=data["adv"],
-            loss_mask=mask,
-            demonstration_mask=torch.zeros_like(mask),
-        ),
-        CorrectionConfig(name="rollout_ratio"),
-    )
-    loss_inputs = PolicyLossInputs(
-        logprobs=data["logp"],
-        old_logprobs=correction.old_logprobs,
-        advantages=data["adv"],
-        loss_mask=mask,
-        correction=correction.weights,
-    )
+    _, loss_inputs = golden_loss(case, CorrectionConfig(name="rollout_ratio"))
     eps = {"clip_low": case["params"]["eps_low"], "clip_high": case["params"]["eps_high"]}
     loss = policy_loss(loss_inputs, PolicyLossConfig(name="gspo", **eps)).loss
-    check_golden((loss.sum(1) / mask.sum(1)).mean(), case["expected"]["loss"], case)
+    check_golden((loss.sum(1) / loss_inputs.loss_mask.sum(1)).mean(), case["expected"]["loss"], case)
     # s itself, where nothing is clipped: with A = −1 the loss is s.
     wide = PolicyLossConfig(name="gspo", clip_low=0.99, clip_high=9.0)
-    ratios = policy_loss(replace(loss_inputs, advantages=-torch.ones_like(data["adv"])), wide).loss[:, 0]
+    ratios = policy_loss(replace(loss_inputs, advantages=-torch.ones_like(loss_inputs.advantages)), wide).loss[:, 0]
     check_golden(ratios, case["expected"]["ratio"], case)
 
 
