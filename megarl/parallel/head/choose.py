@@ -2,10 +2,9 @@
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import torch
@@ -58,26 +57,18 @@ def triton_teacher_candidate() -> Candidate[TeacherKernels] | None:
     )
 
 
-CANDIDATES: Mapping[str, tuple[Callable[[], Candidate[ChunkKernels] | None], ...]] = MappingProxyType(
-    {"cuda": (triton_candidate,)}
-)
-TEACHER_CANDIDATES: Mapping[str, tuple[Callable[[], Candidate[TeacherKernels] | None], ...]] = MappingProxyType(
-    {"cuda": (triton_teacher_candidate,)}
-)
-
-
 @cache
 def choose_kernels(device: torch.device) -> ChunkKernels:
     """Return the log-prob kernels to use on a device. Candidates are tested once per process; the result is cached."""
-    made = (make() for make in CANDIDATES.get(device.type, ()))
-    return first_that_passes([each for each in made if each is not None], device, TorchKernels())
+    candidate = triton_candidate() if device.type == "cuda" else None
+    return first_that_passes([] if candidate is None else [candidate], device, TorchKernels())
 
 
 @cache
 def choose_teacher_kernels(device: torch.device) -> TeacherKernels:
     """Return the divergence kernels to use on a device, as `choose_kernels` does those of log-probs."""
-    made = (make() for make in TEACHER_CANDIDATES.get(device.type, ()))
-    return first_that_passes([each for each in made if each is not None], device, TorchTeacherKernels())
+    candidate = triton_teacher_candidate() if device.type == "cuda" else None
+    return first_that_passes([] if candidate is None else [candidate], device, TorchTeacherKernels())
 
 
 def first_that_passes(candidates: Sequence[Candidate[KernelsT]], device: torch.device, otherwise: KernelsT) -> KernelsT:
