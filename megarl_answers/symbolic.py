@@ -138,7 +138,7 @@ def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
 
 
 def sign_of_factor(answer: str, gold: str) -> int | None:
-    """Return the sign of the number by which one expression is a multiple of another, as `2x+4y-6` is of `x+2y-3`.
+    """Return the sign of the number k with answer = k · gold, as k = 2 for `2x+4y-6` and `x+2y-3`.
 
     Returns None if there is no such number, and for constants, all of which are multiples of each other.
     """

@@ -73,7 +73,7 @@ def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> Entrop
     """Take one AdamW step of ln α on alpha_loss = (H − target)·α, whose gradient in ln α is (H − target)·α.
 
     α is the coefficient. SAC learns its temperature in this way (arXiv:1812.05905). Weight decay is 0, because it would
-    pull α to 1. `next_entropy_state` bounds α by `max_coef`; α leaves the bound as soon as H exceeds the target.
+    pull α to 1. `next_entropy_state` bounds α by `max_coef`; α falls again once Adam's mean gradient is positive.
 
     >>> cfg = AlgoConfig(entropy=EntropyConfig(controller="learned", target_nats=1.0, lr=0.1))
     >>> round(learned(EntropyState(coef=1.0), 0.5, cfg).coef, 3)

@@ -1,4 +1,4 @@
-"""Objectives that a user's own loop names or brings: cross-entropy, importance sampling, and a function of the user.
+"""Define objectives for a user's own loop: cross-entropy, importance sampling, and functions of the user.
 
 All are sums over loss tokens. Where rows have the quantity `correction`, it is a weight per token, as in the losses of
 `POLICY_LOSSES`.

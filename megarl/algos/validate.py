@@ -1,4 +1,4 @@
-"""Check that the choices of the section `algo` exist and read what is set; its classes hold the rules without names."""
+"""Check that the names in the section `algo` exist and that what is set is read; its classes hold the other rules."""
 
 import warnings
 from collections.abc import Mapping

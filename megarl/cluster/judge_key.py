@@ -1,4 +1,4 @@
-"""Ask every request to a judge's server for the key of the run.
+"""Require the run's key in every request to a judge's server.
 
 With VLLM_API_KEY alone, vLLM asks below /v1 and a few other paths, but /invocations generates too, and /pause, /sleep
 or /metrics need no key either. vLLM loads this class by its name, so nothing heavy is imported here.

@@ -46,12 +46,12 @@ class JudgeServerActor(RunActor):
     def start(self, cfg: JudgeServerConfig, *, api_key: str, timeout_s: float, several_hosts: bool = False) -> str:
         """Start the server, wait until it answers, and return the base URL of its endpoint.
 
-        api_key: what it asks of every request. several_hosts: whether it is to listen at the node's address, and not
-        on loopback alone.
+        api_key: required in every request. several_hosts: whether the server listens at the node's address instead of
+        only on loopback.
 
         Raises:
             ConfigError: a variable of `pass_env` is not set.
-            WorkerError: it ends, or does not answer in time.
+            WorkerError: the server ends, or does not answer in time.
         """
         address = ray.util.get_node_ip_address() if several_hosts else LOOPBACK
         self._held = hold_port(address)

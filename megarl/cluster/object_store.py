@@ -53,24 +53,25 @@ def object_store(config: Config, command: str = "train", *, room: int | None = N
 
 
 def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
-    """Count the bytes of the pass that puts most into the store, if all rows have full length; say of which rows."""
+    """Describe the rows of the pass that puts most into the store, and count its bytes if all rows have full length."""
     row = longest_row(config, sft=True)[0] if command == "sft" else max_row_tokens(config)
     distill, num_recorded = config.algo.distill, config.rollout.head_tokens and config.rollout.head_tokens + 1
     # The teacher's likeliest tokens are an id and a log-prob each; log-ratios come beside its log-probs.
-    likely = 2 * _NUMBER_BYTES * (distill.asked_top_k or 0)
-    recorded = 2 * _NUMBER_BYTES * num_recorded
-    update = _TOKEN_BYTES + _NUMBER_BYTES * (_NUM_READ + 2 * distill.is_sampled) + likely
+    top_k_bytes = 2 * _NUMBER_BYTES * (distill.asked_top_k or 0)
+    head_bytes = 2 * _NUMBER_BYTES * num_recorded
+    update = _TOKEN_BYTES + _NUMBER_BYTES * (_NUM_READ + 2 * distill.is_sampled) + top_k_bytes
     if command in _SUPERVISED:
         section, per_example = _SUPERVISED[command]
         rows = getattr(config, section).batch_size * per_example
         return f"{rows:,} rows of {row:,} tokens", rows * row * update
     if command != "train":
         return "no rows", 0
-    cpo, samples, along = config.algo.cpo, config.rollout.num_samples, _NUMBER_BYTES * max(0, config.rollout.top_k)
+    cpo, samples = config.algo.cpo, config.rollout.num_samples
+    extra_bytes = _NUMBER_BYTES * max(0, config.rollout.top_k)
     rows, tokens = config.trainer.prompts_per_step * samples, row
     if config.actor.moe.replay_routing:
-        along += _routing_bytes(config)
-    hinted, beside = min(row + cpo.hint.max_tokens, config.actor.micro_batch_tokens), 0
+        extra_bytes += _routing_bytes(config)
+    hinted, prompt_bytes = min(row + cpo.hint.max_tokens, config.actor.micro_batch_tokens), 0
     if cpo.method != "none":
         # In one pass with the plain rows come those with a hint, and perhaps those with another prompt's.
         tokens += (1 + cpo.shuffled_baseline) * hinted
@@ -79,9 +80,9 @@ def pass_bytes(config: Config, command: str = "train") -> tuple[str, int]:
         tokens = max(tokens, (1 + distill.shuffled_baseline) * hinted)
         # The share of each token that counts, and the prompt that the teacher reads in the update.
         update += _NUMBER_BYTES
-        beside = _NUMBER_BYTES * hinted * (distill.mode == "exact")
-    scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + along + likely)
-    updated = mini_batch_prompts(config.trainer) * samples * (row * (update + along + recorded) + beside)
+        prompt_bytes = _NUMBER_BYTES * hinted * (distill.mode == "exact")
+    scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + extra_bytes + top_k_bytes)
+    updated = mini_batch_prompts(config.trainer) * samples * (row * (update + extra_bytes + head_bytes) + prompt_bytes)
     return f"{rows:,} rows of {row:,} tokens", max(scored, updated)
 
 

@@ -1,4 +1,4 @@
-"""Begin what a run's processes need long before its cluster can start: a janitor, and imports of libraries."""
+"""Start what takes long before the cluster can start: a janitor, and imports of libraries."""
 
 import os
 from typing import Self

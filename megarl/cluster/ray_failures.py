@@ -1,4 +1,4 @@
-"""Find out why Ray did not start: its own message mostly says that it waited, and its processes' logs say for what."""
+"""Find out from the logs of Ray's processes why Ray did not start; its own message mostly says only that it waited."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -38,8 +38,8 @@ def open_ray(
     """Connect this process to the run's Ray cluster. Ray's workers get the environment variables in `environment`.
 
     Without `settings.address`, start Ray here, with `settings.num_cpus` logical CPUs, or else at least `num_cpus`. It
-    has its files in `temp_dir`, listens on the loopback interface alone, and asks for a token that only this process
-    and those that it starts have.
+    keeps its files in `temp_dir`, listens only on the loopback interface, and requires a token that only this process
+    and its children have.
 
     Raises:
         WorkerError: Ray did not start or could not be reached, or not all of `settings.hosts` joined.
@@ -52,7 +52,7 @@ def open_ray(
     # Ray has read them already, when this process imported it.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-    # Otherwise Ray would replace the loopback address by the one at which other hosts reach this one.
+    # Otherwise Ray would replace the loopback address by the address at which other hosts reach this one.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         _start(
@@ -131,7 +131,7 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
             f"warning: cluster.address: whoever reaches the Ray at {address} can run code as you; start it with "
             "RAY_AUTH_MODE=token and a token (`ray get-auth-token --generate`), and export the same here"
         )
-    while missing := set(settings.hosts) - {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}:
+    while missing := set(settings.hosts) - {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}:
         if awake_s() > deadline:
             raise WorkerError(
                 f"{', '.join(sorted(missing))} of {len(settings.hosts)} hosts did not join Ray at {address} within "

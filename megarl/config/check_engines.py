@@ -55,7 +55,7 @@ def check_engines(config: Config) -> None:
 
 
 def check_schedule(config: Config) -> None:
-    """Raise ConfigError unless the schedule suits the placement, the correction and the wish for equal bits."""
+    """Raise ConfigError unless the schedule is compatible with placement, correction and `run.deterministic`."""
     schedule, source = config.rollout.schedule, config.rollout.source
     if schedule.routing == "by_load" and (config.run.deterministic or source == "regenerate"):
         cause = "run.deterministic=true" if config.run.deterministic else f"rollout.source={source}"
@@ -79,7 +79,7 @@ def check_schedule(config: Config) -> None:
                 "step, and a text that begins before and ends after is not found; use rollout.stop_token_ids, "
                 "placement.mode=split or staleness=0"
             )
-    # Only losses read heads that correct for it themselves.
+    # Heads are only read by losses that correct for staleness themselves.
     if config.algo.correction.name == "none" and not (config.algo.correction.forced or config.rollout.head_tokens):
         raise ConfigError(
             f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "

@@ -1,4 +1,4 @@
-"""Check that all parts of a run that read prompts also read the images of these."""
+"""Check that every part of a run that reads prompts also reads their images."""
 
 from megarl.config.check_distill import teachers_of
 from megarl.config.schema import Config

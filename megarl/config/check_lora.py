@@ -1,4 +1,4 @@
-"""Check what adapters are trained with: kinds of layers that can have them, and how they reach the engines."""
+"""Check the settings of adapters: which kinds of layers can have them, and how they reach the engines."""
 
 from megarl.config.lora import ENGINE_RANKS, LoraConfig, sent_alone
 from megarl.config.schema import ActorConfig, Config, role_settings
@@ -31,7 +31,7 @@ def _check_role(key: str, settings: ActorConfig, lora: LoraConfig) -> None:
 
 
 def check_lora_sync(config: Config) -> None:
-    """Raise ConfigError for adapters that would be merged into bfloat16 unasked, or that cannot be sent alone."""
+    """Raise ConfigError for adapters that `auto` would merge into bfloat16, or that cannot be sent alone."""
     lora = config.actor.lora
     if lora is None:
         return
@@ -49,8 +49,7 @@ def check_lora_sync(config: Config) -> None:
             f"actor.lora.rank: got {rank}, but vLLM makes room for ranks of at most {ENGINE_RANKS[-1]}; lower it, or "
             "set actor.lora.sync=merged"
         )
-    # Settings that do not go along with it, and why.
-    hindrances = {
+    conflicts = {
         "sync.delta=true": (config.sync.delta, "every element of an adapter changes in every step"),
         f"sync.dtype={config.sync.dtype}": (config.sync.dtype, "adapters are small, and sent as they are"),
         "rollout.engine.vllm.load_format=dummy": (
@@ -58,6 +57,6 @@ def check_lora_sync(config: Config) -> None:
             "engines have to read the base, which is never sent",
         ),
     }
-    if found := [(name, why) for name, (is_set, why) in hindrances.items() if is_set]:
+    if found := [(name, why) for name, (is_set, why) in conflicts.items() if is_set]:
         name, why = found[0]
         raise ConfigError(f"{where} and {name}, but {why}; leave {name.partition('=')[0]} out, or set sync to merged")

@@ -1,4 +1,4 @@
-"""Fill in settings that are null or auto and follow from other settings and the machine, and say from what each does.
+"""Derive settings that are null or auto from other settings and the machine, and say what each was derived from.
 
 Every such setting has one pure function, which returns a `Derived`. A run derives anew whenever it starts, so what it
 saves keeps the null, and a resumed run follows the machine that it is on; what it chose for auto it saves. `--dry-run`

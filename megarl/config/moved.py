@@ -1,4 +1,4 @@
-"""Let plugins and scripts import modules and parts by the names that these had before they were renamed."""
+"""Let plugins and scripts import renamed modules and parts by their old names."""
 
 import importlib
 from collections.abc import Sequence

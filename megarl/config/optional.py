@@ -1,4 +1,4 @@
-"""Import packages that megarl does without unless a setting asks for them."""
+"""Import optional packages, which megarl needs only if a setting asks for them."""
 
 from importlib import import_module
 from types import ModuleType

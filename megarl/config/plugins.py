@@ -1,4 +1,4 @@
-"""Read the files of users that `algo.plugins` names, which register parts of algorithms, and have their parts in force.
+"""Read the files that `algo.plugins` names, and register the parts of algorithms that they define.
 
 The driver reads the files once, and sends what it has read along with the work: every process of a run has the parts of
 the same text, on whatever host it runs, and after the file has changed.

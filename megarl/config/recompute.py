@@ -52,8 +52,8 @@ class RecomputeConfig:
                 f"{key}.recompute_modules: got moe and {' and '.join(inner)}, which moe includes; remove one of them"
             )
 
-    def ways(self) -> dict[str, Any]:
-        """Return these settings by name, also of a section that has more."""
+    def recompute_settings(self) -> dict[str, Any]:
+        """Return the settings of this section by name, also when called on a section that inherits them."""
         return {each.name: getattr(self, each.name) for each in fields(RecomputeConfig)}
 
     def in_words(self) -> str:

@@ -1,4 +1,4 @@
-"""Say what a run computes with where it is checked for: packages and devices, of this machine or of another.
+"""Describe the machine that a configuration is checked for, this one or another: its packages and devices.
 
 A login node so answers for the nodes of its cluster, which a file of packages describes.
 """

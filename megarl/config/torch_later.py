@@ -1,4 +1,4 @@
-"""Stand for torch in modules that only computations need it for: it is imported when a computation begins.
+"""Import torch lazily: a stand-in imports it when a computation first uses it.
 
 Registries of algorithms can then be read, and settings be checked, without the second that the import takes.
 """

@@ -103,7 +103,7 @@ def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, lis
 def merge(
     model: Path, adapter: Path, settings: ConvertSettings, *, dtype: str | None = None, dry_run: bool = False
 ) -> ConversionOutcome | None:
-    """Write a Hugging Face directory with adapters merged into its weights, and print what rounding these has cost."""
+    """Write a Hugging Face directory with adapters merged into its weights, and warn of updates lost to rounding."""
     base = open_model(model)
     if type(base.reader) is not SafetensorsReader:
         raise ConfigError(

@@ -56,11 +56,11 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
 
     model: the directory with the config.json of torch_dist checkpoints that have none.
     """
-    known = [(path, None if (path / "config.json").is_file() else model) for path in (first, second)]
-    a, b = (open_model(*each) for each in known)
+    sources = [(path, None if (path / "config.json").is_file() else model) for path in (first, second)]
+    a, b = (open_model(*each) for each in sources)
     if (tower := a.spec.tower or b.spec.tower) is not None:
-        # The part that one of them has trained counts in both.
-        a, b = (open_model(*each, tower) for each in known)
+        # A tower that was trained in one of them is compared in both.
+        a, b = (open_model(*each, tower) for each in sources)
     ours, theirs = a.reader.specs, b.reader.specs
     problems = [f"missing: {name} is not in {b.path}" for name in sorted(ours.keys() - theirs.keys())]
     problems += [f"unexpected: {name} is not in {a.path}" for name in sorted(theirs.keys() - ours.keys())]
@@ -69,12 +69,12 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
         for name in sorted(ours.keys() & theirs.keys())
         if ours[name] != theirs[name]
     ]
-    # Those that conversion carries through are few, and compared here.
-    carried, kept = untrained_tensors(a.spec), untrained_tensors(b.spec)
-    problems += [f"missing: {name} is not in {b.path}" for name in sorted(carried.keys() - kept.keys())]
-    problems += [f"unexpected: {name} is not in {a.path}" for name in sorted(kept.keys() - carried.keys())]
-    both = sorted(carried.keys() & kept.keys())
-    problems += [f"{name}: differs" for name in both if not same_bytes(carried[name], kept[name])]
+    # Conversion only copies these tensors; they are few, and compared here.
+    carried_a, carried_b = untrained_tensors(a.spec), untrained_tensors(b.spec)
+    problems += [f"missing: {name} is not in {b.path}" for name in sorted(carried_a.keys() - carried_b.keys())]
+    problems += [f"unexpected: {name} is not in {a.path}" for name in sorted(carried_b.keys() - carried_a.keys())]
+    both = sorted(carried_a.keys() & carried_b.keys())
+    problems += [f"{name}: differs" for name in both if not same_bytes(carried_a[name], carried_b[name])]
     # Only tensors that both have, in the same shape and data type, are compared.
     parts = [
         ComparedRows(tensor=name, row=row, num_rows=num_rows, num_bytes=num_rows * (spec.num_bytes // spec.shape[0]))

@@ -1,4 +1,4 @@
-"""Read the images of rows: check each, and write the tokens by which a model reads it into the row's."""
+"""Read the images of rows: check each, and insert the tokens by which a model reads it."""
 
 import base64
 import binascii

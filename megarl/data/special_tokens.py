@@ -1,4 +1,4 @@
-"""Find what spells a mark: a special token, or another one with which a chat template ends and begins turns.
+"""Find text that spells a special token, or another token with which a chat template ends or begins turns.
 
 Tokenizers take such a text for the token, whoever has written it.
 """

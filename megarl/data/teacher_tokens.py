@@ -1,4 +1,4 @@
-"""Compare the tokens of a teacher with those of the policy, which the teacher reads: vocabulary, ends and template."""
+"""Check that a teacher can read the policy's tokens: compare vocabularies, stop tokens and chat templates."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Write what stands between two turns of the policy: token ids that only ever follow those of the conversation so far.
+"""Encode what comes between two turns of the policy, without changing the token ids of the conversation so far.
 
 Nothing that an engine wrote is tokenised again. *Inter-turn tokens* is what the chat template writes between the end
 token of an answer and the next place where the assistant speaks. It begins with a special token, with which no text

@@ -1,4 +1,4 @@
-"""Read structures that files hold as text: the JSON of a list or an object, or what Python prints of one.
+"""Parse lists and objects that files hold as text, in JSON or as Python prints them.
 
 Tables such as CSV have no columns of lists, so that their writers make texts of them.
 """

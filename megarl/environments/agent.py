@@ -1,4 +1,4 @@
-"""Let an agent with a loop of its own lead the conversation: it asks the policy for turns as it asks any API."""
+"""Let an agent with a loop of its own lead the conversation: it requests turns from the policy as from any API."""
 
 import asyncio
 import contextlib

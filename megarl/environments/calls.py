@@ -1,4 +1,4 @@
-"""Call what users wrote: nothing that it raises, keeps or never ends may harm the process that it shares."""
+"""Call users' code so that nothing that it raises, keeps or never ends harms the process that it shares."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""Keep the chats of an agent: what it asked and was answered, and after which turn each request goes on.
+"""Keep the chats of an agent: its requests, the replies to them, and the turn that each request continues.
 
 The policy's tokens never pass here, only their text: what an agent sends back of earlier turns is compared with them,
 and not tokenised again.

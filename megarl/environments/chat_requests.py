@@ -1,4 +1,4 @@
-"""Read what an agent sends of a chat: which fields count, and what of a message is compared."""
+"""Read an agent's requests of a chat: which fields count, and which parts of a message are compared."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Find the tool calls in a turn of the policy, in the forms that model families write them."""
+"""Find the tool calls in a turn of the policy, in the formats of the model families."""
 
 import contextlib
 import json

@@ -188,7 +188,7 @@ class EnvironmentWorker:
         return await self._limited(begin)
 
     async def act(self, key: int, request: TurnRequest | TriesRequest) -> EpisodeReply:
-        """Pass a turn of the policy to its environment, or all tries of a turn."""
+        """Pass a turn of the policy, or all tries of a turn, to its environment, and return the reply."""
         live = self._live[key]
         environment = live.environment
         tries = request.tries if isinstance(request, TriesRequest) else (request,)
@@ -252,23 +252,23 @@ class EnvironmentWorker:
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         if said.context:
             live.hear(plain, None)
-            # Nothing in it is an observation: it tells anew what was said before.
+            # Nothing in it is an observation, as it repeats what was said before.
             texts = () if self._spec.marks_texts else None
             ids = inter_turn.opening(plain, tools)
             return EpisodeReply(token_ids=tuple(ids), observed=texts, is_context=True, after_turn=after)
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         live.hear(plain, after)
-        ids, read, known = inter_turn.between(messages, last_token=last_token), inter_turn.follows, 0
+        ids, render, num_repeated = inter_turn.between(messages, last_token=last_token), inter_turn.follows, 0
         if self._config.history == "rendered":
             written, whole = inter_turn.text(chat[:-1], tools) + chat[-1].content, partial(inter_turn.text, tools=tools)
             if not whole(live.chat).startswith(written):
-                ids, read, known = inter_turn.opening(live.chat, tools), whole, len(chat)
+                ids, render, num_repeated = inter_turn.opening(live.chat, tools), whole, len(chat)
         observed = None
         if self._spec.marks_texts:
-            own = [known + i for i, m in enumerate(messages) if m.role != "assistant" and i not in said.warnings]
-            observed = tuple(inter_turn.own_texts(ids, live.chat[len(chat) - known :], own, read))
-        return EpisodeReply(token_ids=tuple(ids), observed=observed, is_context=known > 0, after_turn=after)
+            own = [num_repeated + i for i, m in enumerate(messages) if m.role != "assistant" and i not in said.warnings]
+            observed = tuple(inter_turn.own_texts(ids, live.chat[len(chat) - num_repeated :], own, render))
+        return EpisodeReply(token_ids=tuple(ids), observed=observed, is_context=num_repeated > 0, after_turn=after)
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""

@@ -1,4 +1,4 @@
-"""Calibrate the forecast by a run of yours: its own lengths, and factors of its phases, as its metrics have them."""
+"""Calibrate the forecast with a recorded run: its own lengths, and a factor for each phase from its metrics."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ _TRAINED = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
 
 
 def calibrate(recorded: Path, *, device_bytes: int = H100_BYTES) -> Constants:
-    """Return constants with which the forecast of a run's own settings is what its median step took.
+    """Return constants with which the forecast for a recorded run reproduces its median step.
 
     recorded: the run's directory, or its timeline.jsonl or metrics.jsonl. Raises DataError as `recorded_steps`.
     """
@@ -35,7 +35,7 @@ def calibrate(recorded: Path, *, device_bytes: int = H100_BYTES) -> Constants:
     )
     train = float(np.median(sum(column(steps, f"timing_s/{phase}") for phase in _TRAINED)))
     if planned.overlaps:
-        # It did not wait for all of the engines' work.
+        # The step did not wait for all of the engines' work.
         generate = busy / config.rollout.engine.num_engines or planned.generate
     return Constants(
         mean_share=published.mean_share,

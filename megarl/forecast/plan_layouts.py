@@ -72,25 +72,24 @@ def to_lines(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> Iterator[
 
 
 def settings_of(choice: LayoutChoice) -> dict[str, Mapping[str, object]]:
-    """Return what a run file has to set, as sections."""
+    """Return the sections of a run file that set this choice."""
     config = choice.config
     actor, engine, placement = config.actor, config.rollout.engine, config.placement
     names = ("num_engines", "tp", *(["pp"] if engine.pp > 1 else []), "gpu_memory_utilization")
     rollout: dict[str, object] = {"engine": {name: getattr(engine, name) for name in names}}
-    place: dict[str, object] = {"mode": placement.mode, "offload": placement.offload}
-    places = ("trainer",) if placement.mode == "colocated" else ("trainer", "engines")
-    place |= {name: asdict(getattr(placement, name)) for name in places}
-    recompute = RecomputeConfig.ways(actor)
-    defaults = asdict(RecomputeConfig())
-    default = asdict(LayoutConfig())
+    placed: dict[str, object] = {"mode": placement.mode, "offload": placement.offload}
+    pools = ("trainer",) if placement.mode == "colocated" else ("trainer", "engines")
+    placed |= {name: asdict(getattr(placement, name)) for name in pools}
+    recompute, default_recompute = RecomputeConfig.recompute_settings(actor), asdict(RecomputeConfig())
+    default_layout = asdict(LayoutConfig())
     found: dict[str, Mapping[str, object]] = {
         "actor": {
-            "layout": {name: value for name, value in asdict(actor.layout).items() if value != default[name]},
+            "layout": {name: value for name, value in asdict(actor.layout).items() if value != default_layout[name]},
             "recompute": actor.recompute,
-            **{name: value for name, value in recompute.items() if value != defaults[name]},
+            **{name: value for name, value in recompute.items() if value != default_recompute[name]},
         },
         "rollout": rollout,
-        "placement": place,
+        "placement": placed,
     }
     if (schedule := config.rollout.schedule).staleness:
         rollout["schedule"] = {"staleness": schedule.staleness, "on_update": schedule.on_update}

@@ -104,8 +104,8 @@ def _fitting(
         found[way] = list(_with_engines(search, config, place, needed, trainers))
         return bool(found[way])
 
-    own = RecomputeConfig(**RecomputeConfig.ways(search.base.actor))
-    if any(f"actor.{name}" in search.given for name in own.ways()):
+    own = RecomputeConfig(**RecomputeConfig.recompute_settings(search.base.actor))
+    if any(f"actor.{name}" in search.given for name in own.recompute_settings()):
         return found[own] if fits(own) else []
     return [choice for way in fitting_ways(search.spec.dims, layout, fits) for choice in found[way]]
 
@@ -233,7 +233,9 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
         base = replace(
             base, rollout=replace(base.rollout, schedule=schedule), algo=replace(base.algo, correction=correction)
         )
-    return replace(base, actor=replace(base.actor, layout=layout, **recompute.ways()), placement=placement)
+    return replace(
+        base, actor=replace(base.actor, layout=layout, **recompute.recompute_settings()), placement=placement
+    )
 
 
 def _with_engines(

@@ -267,7 +267,7 @@ class DirectoryLock:
         return False
 
     def _claim_after(self, left: Claim | None) -> bool:
-        """Make the claim that follows on another, or the first one; return False if another process was faster."""
+        """Make the claim that follows `left`, or the first one; return False if another process was faster."""
         token = self._me.token
         draft = self._place / f"draft-{token}"
         own = self._place / f"{left.number + 1 if left else 1:0{_DIGITS}d}"

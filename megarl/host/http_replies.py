@@ -1,4 +1,4 @@
-"""Bound what servers answer over HTTP, whoever they are: one reply could fill the memory of this host."""
+"""Bound the size of HTTP replies from any server, because one reply could fill the memory of this host."""
 
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Serve HTTP to clients that nobody trusts: whatever they do, or leave undone, others are served.
+"""Serve HTTP to untrusted clients: whatever one does or fails to do, the others are served.
 
 uvicorn alone waits forever for the rest of a request, and keeps as many connections as come. Here a client has a time
 limit for each thing that it has to do, what is held for it is bounded, and beyond a number of connections the oldest

@@ -1,4 +1,4 @@
-"""Turn the event loop of a command. It stands still, except while something is waited for.
+"""Run the event loop of a command, which stands still except while something is awaited.
 
 Whatever a command does meanwhile (samples under way, streams that are read) is a task of this loop. Only one wait is
 under way at a time, so code between two waits sees nothing change. In a notebook, whose cells run inside a loop of its

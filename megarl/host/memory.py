@@ -1,4 +1,4 @@
-"""Ask how much memory this host gives to a run."""
+"""Find out how much of this host's memory a run may use."""
 
 import os
 from collections.abc import Mapping

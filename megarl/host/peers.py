@@ -1,4 +1,4 @@
-"""Connect the ranks of a group, each with each, by sockets whose other end no other user can be.
+"""Connect each pair of ranks in a group by sockets that no other user can be at the other end of.
 
 On one host they are Unix sockets in a directory that only this user can enter. Between hosts both ends of a TCP
 connection prove that they know the run's secret, before anything else is read. Who proves nothing is turned away, and

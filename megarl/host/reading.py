@@ -1,4 +1,4 @@
-"""Read the files of users and runs: what any library raises about a damaged one becomes one line with the remedy."""
+"""Read files of users and runs; any library's error about a damaged file becomes one line with the remedy."""
 
 import contextlib
 import json

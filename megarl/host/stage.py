@@ -1,4 +1,4 @@
-"""Tell the driver how far a process has come with its work, through a small file for each process of a host."""
+"""Report to the driver how far each process has come with its work, through a small file per process."""
 
 import contextlib
 import logging

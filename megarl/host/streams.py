@@ -1,4 +1,4 @@
-"""Let a command name every file and say everything, whatever the encodings of its streams and whatever texts hold."""
+"""Let a command print any text and name any file, whatever the encodings of its streams."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Write the files of a run: an error of the storage names the path, the space left there and the remedy."""
+"""Write the files of a run; a storage error names the path, the space left there and the remedy."""
 
 import contextlib
 import errno

@@ -64,7 +64,7 @@ def main() -> None:
     try:
         with _stop_on_sigterm() as stopped:
             # This process now ignores SIGUSR1, and its children inherit that.
-            command = _command(arguments, address, janitor.temp_dir / RAY_DIRECTORY)
+            command = _ray_command(arguments, address, janitor.temp_dir / RAY_DIRECTORY)
             environment = os.environ | {"TMPDIR": str(janitor.temp_dir)}
             code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=environment).returncode
         if not stopped:
@@ -106,9 +106,9 @@ def interface_variables(address: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
 
 
-def _command(arguments: argparse.Namespace, address: str, temp_dir: Path) -> list[str]:
+def _ray_command(arguments: argparse.Namespace, address: str, temp_dir: Path) -> list[str]:
     head, _, port = arguments.head.partition(":")
-    # Each attempt draws anew, so one that loses a port between the draw and its use is repeated with others.
+    # Each attempt draws other ports, in case a process takes one before Ray does.
     client, agent = free_ports(2)
     own = (
         ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
@@ -121,7 +121,7 @@ def _command(arguments: argparse.Namespace, address: str, temp_dir: Path) -> lis
         *own,
         f"--node-ip-address={address}",
         f"--dashboard-agent-listen-port={agent}",
-        # Any free ports; by default those of all jobs on a host are from one small range.
+        # Any free ports: by default, all jobs on a host take theirs from one small range.
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--num-cpus={arguments.num_cpus}",

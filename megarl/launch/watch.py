@@ -1,4 +1,4 @@
-"""Follow a run in the terminal: `megarl status RUN --watch` renews its status and draws its curves."""
+"""Follow a run in the terminal: `megarl status RUN --watch` refreshes its status and draws its curves."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Read what a launch script starts: bash runs it where every program is a stub that records how it is called.
+"""Find out what a launch script starts, by running it in bash with a stub for each program that records its calls.
 
 `recorder` runs it, in a sandbox that may execute bash and nothing else, for both outcomes of whatever the script does
 not decide itself. An option that differs between runs is not known.

@@ -1,4 +1,4 @@
-"""Run a launch script in bash, again and again, where every program is a stub, and say how the stubs were called.
+"""Run a launch script in bash repeatedly, with a stub for every program, and say how the stubs were called.
 
 This file is a program of its own, which imports nothing of this package: the sandbox runs it. It reads a request as
 JSON and prints an answer (`answer`). Between two runs, one thing differs: the outcome of a stub or of a condition on

@@ -1,4 +1,4 @@
-"""Keep the exponential moving average of a model's weights, with which another role computes: a teacher that follows.
+"""Keep the exponential moving average of a model's weights, for another role: a teacher that follows the policy.
 
 After each optimizer step, average ← average + rate·(weights − average), on every rank for the shards that it holds.
 The average is in float32: bfloat16 has 8 bits, and would round most steps of a small rate away. A model in bfloat16

@@ -89,8 +89,8 @@ def build_model(
 ) -> list[PackedModel]:
     """Build this rank's model chunks (several only with virtual pipelining) and load weights from safetensors files.
 
-    base: chunks of the same model in the same layout, whose memory these have for all that both have. reader: of the
-    images that rows show, for a spec with a tower.
+    base: chunks of the same model in the same layout, with which these share the memory of common parameters. reader:
+    reads the images in rows, for a spec with a vision tower.
     """
     config = transformer_config(spec, getattr(torch, model.dtype), actor, layout, batch_invariant=batch_invariant)
     virtual, shares = layout.config.virtual_pp, shares_prefixes(actor)
@@ -116,7 +116,7 @@ def build_model(
     chunks = build(gathers=True)
     gathers = shares and any(each.gathers_keys for each in chunks)
     if gathers and (obstacle := gathering_obstacle(chunks, layout.schedule_groups)) is not None:
-        # Freed before others are made.
+        # Free these before building others.
         chunks.clear()
         chunks = build(gathers=False)
         kernel = "FlexAttention" if chunks[0].plans_blocks else "scaled_dot_product_attention"

@@ -1,4 +1,4 @@
-"""Give NCCL's memory back to the device while nothing of the trainer is on it.
+"""Free NCCL's device memory while the trainer is offloaded.
 
 A suspended communicator keeps its connections, and its members its address; only its buffers are freed. All members
 suspend and resume it together, and nobody may use it between.

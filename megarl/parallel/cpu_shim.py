@@ -181,7 +181,7 @@ def _replace_dispatch() -> None:
 
 
 def _replace_shard_collectives() -> None:
-    """Let the distributed optimizer exchange shards by `gloo_shards`, where it waits for them at once."""
+    """Let the distributed optimizer exchange shards by `gloo_shards` in its synchronous calls."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
     from megarl.parallel import gloo_shards

@@ -1,4 +1,4 @@
-"""Run gated delta nets (Yang et al. 2024, arXiv:2412.06464), which some layers have in place of attention, on packs.
+"""Run gated delta nets (Yang et al. 2024, arXiv:2412.06464), which replace attention in some layers, on packs.
 
 A head keeps a state S [d, e] that maps keys to values. Each token lets it fade, corrects what it returns for the
 token's key, and reads it:

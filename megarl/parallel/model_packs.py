@@ -1,4 +1,4 @@
-"""Pack rows for one or several models of a layout, which may ask different things of a pack."""
+"""Pack rows for one or several models of a layout, which may need different things in a pack."""
 
 from collections.abc import Sequence
 

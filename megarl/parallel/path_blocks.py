@@ -1,4 +1,4 @@
-"""Plan which blocks of scores a pack needs whose rows share prefixes, for torch's FlexAttention.
+"""Plan which blocks of attention scores FlexAttention computes for a pack whose rows share prefixes.
 
 Where scores are needed is planned on the host, in blocks of 128 queries and 128 keys; of the blocks that some path
 needs and some does not, the kernel asks for each score whether it does.

@@ -1,4 +1,4 @@
-"""Adam for machines with neither Transformer Engine nor Apex, whose fused Adam Megatron expects.
+"""Implement Adam for machines with neither Transformer Engine nor Apex, whose fused Adam Megatron expects.
 
 Megatron itself falls back to torch's AdamW, whose state has another layout: Megatron 0.16 cannot load a checkpoint
 into a distributed optimizer that has not made a step with it.

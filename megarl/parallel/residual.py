@@ -1,4 +1,4 @@
-"""Multiply what attention and MLP add to the residual stream, as Granite does."""
+"""Scale what attention and MLP add to the residual stream, as Granite does."""
 
 from collections.abc import Callable
 

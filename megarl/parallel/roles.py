@@ -168,8 +168,8 @@ def load_role(
 ) -> LoadedRole:
     """Build a role's model chunks and read their weights. Unless the role is frozen, add DDP and an optimizer.
 
-    batch_invariant: whether `make_batch_invariant` was called in this process. base: the role whose frozen weights are
-    those of this one.
+    batch_invariant: whether `make_batch_invariant` was called in this process. base: the role whose frozen weights this
+    one shares.
     """
     model_spec = read_model_spec(spec.model.path, tower=spec.tower)
     reader = None if spec.vision is None else ImageReader(model_spec.path, ImageStore(Path(spec.vision.store)))

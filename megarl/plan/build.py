@@ -256,13 +256,13 @@ def host_needs(
     engine: EnginePlan | None,
     command: Command = "train",
 ) -> dict[str, int]:
-    """Count the least bytes of memory of the fullest node, besides that of its GPUs, by what needs them."""
+    """Return the bytes of host memory that the fullest node needs at least, by what needs them."""
     layouts, offload = by_layout(roles), config.placement.offload and engine is not None
     devices = plan_devices(layouts, shards, engine, offload=offload)
     nodes = plan_nodes(config, engine, devices, layouts, shards)
     fullest, held = max(nodes, key=lambda node: (node.offloaded, len(node.ranks))), {}
     if platform().name == "cpu":
-        peaks = {device: max(phase.total for phase in x.phases.values()) for x in devices for device in x.devices}
+        peaks = {i: max(phase.total for phase in each.phases.values()) for each in devices for i in each.devices}
         held["ranks, and engines beside them"] = sum(peaks[rank] for rank in fullest.ranks)
     store = object_store(config, command, room=1 << 60)
     return {

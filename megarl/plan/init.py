@@ -108,7 +108,7 @@ class _Question:
 
 
 def ask_missing(directory: Path, given: Mapping[str, Any]) -> InitRequest:
-    """Complete a request by asking on the terminal; ConfigError, which names the options, where nobody can answer."""
+    """Complete a request by asking on the terminal; without one, raise ConfigError, which names the missing options."""
     known = {name: value for name, value in given.items() if value is not None}
     gpus = "" if "gpus" in known else str(len(nvidia_devices()))
     questions = {

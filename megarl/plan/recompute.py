@@ -78,7 +78,9 @@ def recomputed_share(recompute: RecomputeConfig, dims: Dims, *, num_tokens: int,
 def with_way(roles: Iterable[RoleSpec], way: RecomputeConfig) -> tuple[RoleSpec, ...]:
     """Return roles of which those that leave it open recompute in this way."""
     return tuple(
-        replace(role, settings=replace(role.settings, **way.ways())) if role.settings.recompute == "auto" else role
+        replace(role, settings=replace(role.settings, **way.recompute_settings()))
+        if role.settings.recompute == "auto"
+        else role
         for role in roles
     )
 
@@ -120,6 +122,6 @@ def choose_recompute(
         most, phase = peaks[way]
         verdict = "the least that fits" if found else "even so too much"
         reason = f"{verdict}: {most / 2**30:.1f} of {size / 2**30:.0f} GiB ({phase})"
-    for name, value in way.ways().items():
+    for name, value in way.recompute_settings().items():
         if value != getattr(RecomputeConfig(), name) or name == "recompute":
             yield Derived(key=f"actor.{name}", value=value, reason=reason)

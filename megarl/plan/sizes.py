@@ -123,7 +123,7 @@ def settle(
     beside, offload = engine_beside if stays else None, config.placement.offload
     chosen = tuple(choose_recompute(roles, specs, shards_of, device_bytes, beside, offload=offload))
     settled = filled(config, chosen)
-    return settled, with_way(roles, RecomputeConfig(**settled.actor.ways())), chosen
+    return settled, with_way(roles, RecomputeConfig(**settled.actor.recompute_settings())), chosen
 
 
 def derive(

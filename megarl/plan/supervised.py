@@ -80,7 +80,7 @@ def open_task(command: Command, config: Config) -> tuple[OpenedTask, tuple[Deriv
 
     chosen = tuple(choose_recompute(roles, specs, shards_of, smallest_device()))
     config = filled(opened.inputs.config, chosen)
-    role, *frozen = with_way(roles, RecomputeConfig(**config.actor.ways()))
+    role, *frozen = with_way(roles, RecomputeConfig(**config.actor.recompute_settings()))
     warnings, task = opened.inputs.warnings, replace(opened.task, role=role, frozen=tuple(frozen))
     if not target_in_words():
         needs = host_needs(config, (role, *frozen), shards_of((role, *frozen)), None, command)

@@ -48,8 +48,8 @@ def append_lines(file: FileIO, objects: Iterable[object]) -> None:
 def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str, missing_ok: bool = False) -> list[T]:
     """Parse every line of a file in order; an incomplete last line, left by a kill, is skipped.
 
-    Another line that is no JSON, or that `parse` refuses, raises DataError with its number. expected: the rest of that
-    message, what a line should hold. missing_ok: without a file there are no lines.
+    Any other line that is not JSON, or that `parse` refuses, raises DataError with its number. expected: what a line
+    should hold, for that message. missing_ok: return no lines if there is no file.
     """
     if missing_ok and not os.path.lexists(path):
         return []

@@ -174,7 +174,7 @@ class RuleJudge:
         return replace(verdict, reward=replace(reward, no_opinion=(*reward.no_opinion, *silent)))
 
     def finish(self, sessions: "Sequence[RuleSession]") -> Judged:
-        """Wait for all rewards; errors are those of `verdicts`."""
+        """Wait for all rewards, and return them with metrics and problems; raises as `verdicts` does."""
         early = mean_of(float(pending.done()) for session in sessions for pending in session.pending())
         verdicts = self.verdicts(sessions)
         items = [item for session in sessions for item in session.items]

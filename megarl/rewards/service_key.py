@@ -1,4 +1,4 @@
-"""Read the key that a reward service asks of its clients, which lies in an environment variable on both sides."""
+"""Read the key of a reward service, which server and clients take from an environment variable."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Read what a ground truth stands for: the answers that a scorer accepts, in whichever type a file holds them."""
+"""Read the answers that a scorer accepts from a ground truth, in whichever type a file holds it."""
 
 import ast
 import json

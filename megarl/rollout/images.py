@@ -1,4 +1,4 @@
-"""Give vLLM prompts with images: the run's own ids, in which each image has its places, and never a text to expand."""
+"""Give vLLM prompts with images as the run's own ids, with a place for each image, and never as text to expand."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

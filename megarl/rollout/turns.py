@@ -1,4 +1,4 @@
-"""Number the turns of a sample's conversation, and give rows what says which turn follows which."""
+"""Number the turns of a sample's conversation, and tell rows which turn follows which."""
 
 import numpy as np
 

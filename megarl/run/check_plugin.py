@@ -1,4 +1,4 @@
-"""Define the command `megarl check-plugin`, which tries a file of one's own without a run."""
+"""Define the command `megarl check-plugin`, which tries a user's file without a run."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""Find mistakes of a command line that need no cluster, before libraries are imported that take seconds."""
+"""Find mistakes in a command line that need no cluster, before slow libraries are imported."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -87,7 +87,7 @@ def changed_settings(old: Config, new: Config) -> list[str]:
     ones.
     """
     if new.actor.recompute == "auto":
-        new = replace(new, actor=replace(new.actor, **old.actor.ways()))
+        new = replace(new, actor=replace(new.actor, **old.actor.recompute_settings()))
     # Nothing is known here of other plugins.
     if old.algo.plugins == new.algo.plugins and not any(estimator_of(each.algo).needs_values for each in (old, new)):
         old = replace(old, critic=new.critic)

@@ -219,10 +219,10 @@ class Session:
         scale: float = 1.0,
         role: str = "actor",
     ) -> dict[str, float]:
-        """Take one optimizer step with the accumulated gradients; return the gradient norm before the clip, and lr.
+        """Take one optimizer step with the accumulated gradients; return the gradient norm before clipping, and lr.
 
-        lr, betas, clip (of the norm): None for those of `optimizer` in the role's settings; there is no schedule.
-        scale: a factor of all gradients, applied before the clip.
+        lr, betas, clip (maximum gradient norm): by default those of `optimizer` in the role's settings; there is no
+        schedule. scale: multiplies all gradients before clipping.
         """
         updater = self._updater(role)
         optimizer = updater.spec.settings.optimizer

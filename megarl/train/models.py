@@ -1,4 +1,4 @@
-"""Check the policy's model against the configuration, without torch: first checks come before libraries load."""
+"""Check the policy's model against the configuration without torch, as first checks come before libraries load."""
 
 from megarl.config.check_model import check_model
 from megarl.config.schema import Config

@@ -1,4 +1,4 @@
-"""Try the code of users before a run starts, in a process of its own: what it raises, ends or never ends costs nothing.
+"""Try users' code before a run starts, in a process of its own, so that its faults cost nothing.
 
 A trial that has passed is noted in the user's cache directory with the SHA-256 of every file of the user that took
 part, and is not repeated until one of them or a setting that it reads changes. `--dry-run` repeats all

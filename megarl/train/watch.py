@@ -1,4 +1,4 @@
-"""Watch the first updates of a role, so that none which moves no weight is taken for learning."""
+"""Watch the first updates of a role for those that move no weight, which would pass for learning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

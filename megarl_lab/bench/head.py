@@ -141,7 +141,7 @@ class BenchRank:
         self.small = Inputs.make(small, rank, run.world_size, self.dtype, torch.device("cpu")).to(self.device)
 
     def measure(self) -> dict[str, Found]:
-        """Compare each contender with float64, then measure them round by round; each round begins with another one."""
+        """Collect each contender's gradients at the small size, then measure all in rounds that rotate their order."""
         found, heads = dict[str, Found](), dict[str, Head]()
         for name in self.run.contenders:
             try:

@@ -204,7 +204,7 @@ def megatron(rank: Rank) -> SyncContender:
 
 
 def _module(rank: Rank, parts: Mapping[str, torch.Tensor], layout: RankLayout) -> torch.nn.Module:
-    """A module with megatron-core's marks of tensor parallelism; parameters are the shards themselves."""
+    """Wrap shards as the parameters of a module, with megatron-core's tensor-parallel attributes."""
 
     def mine(groups: Sequence[Sequence[int]]) -> Any:
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]

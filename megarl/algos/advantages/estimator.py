@@ -126,24 +126,24 @@ def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | No
 
 
 def required_detail(batch: ScoredBatch, name: str, remedy: str) -> Tensor:
-    """Return a detail of the rewards, float64 [B], NaN for rows on which no scorer has an opinion; raise DataError for
-    another row that has no finite number of this name.
+    """Return a detail of the rewards as float64 [B].
 
-    `score`, the reward itself, and `correct`, 1 or 0, are details, too.
+    It is NaN for rows on which no scorer has an opinion; any other row without a finite number raises DataError. The
+    reward itself (`score`) and `correct`, 1 or 0, are details, too.
 
     >>> required_detail(step("aa", [1.0, 0.0]), "correct", "").tolist()
     [1.0, 0.0]
     """
     known = {"score": batch.rewards, "correct": batch.correct, **batch.details}
     values = known.get(name, torch.full_like(batch.rewards, torch.nan)).double()
-    nobody = torch.zeros_like(values, dtype=torch.bool)
+    no_rows = torch.zeros_like(values, dtype=torch.bool)
     # A function without a score of its own says nothing else, either.
-    by_function = batch.no_opinion.get(f"{name.partition('/')[0]}/score", nobody)
-    silent = batch.no_opinion.get(name, nobody) | by_function
-    for row in (~values.isfinite() & ~silent).nonzero().flatten().tolist():
-        there = sorted(key for key, value in known.items() if value[row].isfinite())
+    by_function = batch.no_opinion.get(f"{name.partition('/')[0]}/score", no_rows)
+    excused = batch.no_opinion.get(name, no_rows) | by_function
+    for row in (~values.isfinite() & ~excused).nonzero().flatten().tolist():
+        finite = sorted(key for key, value in known.items() if value[row].isfinite())
         raise DataError(
-            f"row {row} (uid {batch.uids[row]!r}) has no number {name!r} beside its reward, but {', '.join(there)}; "
+            f"row {row} (uid {batch.uids[row]!r}) has no number {name!r} beside its reward, but {', '.join(finite)}; "
             f"{remedy}"
         )
     return values

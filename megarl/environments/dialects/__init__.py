@@ -1,4 +1,4 @@
-"""The forms in which clients ask for turns: OpenAI's chat completions and responses, Anthropic's messages."""
+"""Support the APIs by which clients request turns: OpenAI's chat completions and responses, Anthropic's messages."""
 
 from megarl.environments.dialects.base import Dialect as Dialect
 from megarl.environments.dialects.chat_completions import ChatCompletions

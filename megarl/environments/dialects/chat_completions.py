@@ -1,4 +1,4 @@
-"""Speak OpenAI's chat completions, the form in which `Chat` reads and answers."""
+"""Implement OpenAI's chat completions, the format in which `Chat` reads and answers."""
 
 import json
 from collections.abc import Iterator

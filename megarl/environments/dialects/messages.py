@@ -1,4 +1,4 @@
-"""Speak Anthropic's messages."""
+"""Implement Anthropic's messages."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Speak OpenAI's responses."""
+"""Implement OpenAI's responses."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -96,15 +96,15 @@ class Responses(Dialect):
         }
 
     def events(self, written: Json, body: Json) -> Iterator[str]:
-        for number, (name, part) in enumerate(_parts(written)):
+        for number, (name, part) in enumerate(_events(written)):
             yield f"event: {name}\ndata: {json.dumps({'type': name, 'sequence_number': number, **part})}\n\n"
 
     def count(self, num_tokens: int) -> Json:
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
-def _parts(written: Json) -> Iterator[tuple[str, Json]]:
-    """Yield the events of a response and their fields."""
+def _events(written: Json) -> Iterator[tuple[str, Json]]:
+    """Yield the type and the fields of each event of a streamed response."""
     begun = {**written, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}

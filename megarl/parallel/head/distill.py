@@ -210,7 +210,7 @@ def _in_chunk(
     *,
     wanted: bool,
 ) -> tuple[Any, ...]:
-    """Return values, the loss's gradients by them, whether it needs entropies, and gradients of hidden and weight."""
+    """Return values, the loss's gradients with respect to them, whether it needs entropies, and the input gradients."""
     table = torch.zeros(_NUM_VALUES, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
     used = torch.zeros_like(table[:3])
     grad_hidden, grad_weight = HiddenGradient(x.hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=wanted)
@@ -222,7 +222,7 @@ def _in_chunk(
         by_logprobs, by_entropy, by_divergence, *_ = loss_gradients(*table[:4])
         assert by_logprobs is not None
         used[0, rows] = by_logprobs[rows]
-        # A loss may only look at the value.
+        # A loss may read the divergence without differentiating it.
         used[2, rows] = 0.0 if by_divergence is None else by_divergence[rows]
         if by_entropy is not None:
             depends_on_entropy, used[1, rows] = True, by_entropy[rows]

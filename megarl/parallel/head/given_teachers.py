@@ -1,4 +1,4 @@
-"""Define what a caller knows of a teacher, and prepare it for the head: check shapes, gather hidden states."""
+"""Define the forms in which callers give a teacher, and prepare it for the head: check shapes, gather hidden states."""
 
 from dataclasses import dataclass
 
@@ -101,7 +101,7 @@ def prepare_teacher(
     inputs = head_inputs(states, given.weight, labels, shard=given.shard, options=options)
     if given.measure is not None:
         if columns != given.shard.size or x.nucleus is not None:
-            raise ValueError("a policy is measured beside all of another's distribution, not beside a part of it")
+            raise ValueError("a policy is measured against another's whole distribution, not against a part of it")
         return MeasuredPolicy(inputs=inputs, measure=given.measure)
     return WholeTeacher(
         inputs=inputs,

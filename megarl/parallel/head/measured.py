@@ -1,4 +1,4 @@
-"""Compute a number beside all of another policy's distribution, such as exact score centering's correction.
+"""Compute a quantity per token from another policy's whole distribution, such as exact score centering's correction.
 
 Both distributions are normalised first, by one all-gather of their lse; then each rank looks at its part of the chunk
 again, and ranks add up two floats per token. So nothing but the chunk's logits is ever of the vocabulary's size.

@@ -1,4 +1,4 @@
-"""Compute a number beside the engine's recorded head of likeliest tokens, such as score centering's correction.
+"""Compute a quantity per token from the head of likeliest tokens that the engine recorded, as score centering does.
 
 Ranks exchange the head's z, and split their logits in two: the head, and all other tokens. So the mass 1 − P of these
 is a sum of its own, not what rounding leaves of 1 − P, and no [N, V] tensor is made. Where a label has a nucleus, the

@@ -71,7 +71,7 @@ def _results(
     arguments: Mapping[str, object],
     limit_s: float,
 ) -> list[_Called]:
-    """Make the calls; those of a coroutine function overlap."""
+    """Call the function for each list of questions, concurrently if it is a coroutine function."""
 
     def call(rows: Sequence[Question]) -> _Called:
         given: Mapping[str, object] = {}

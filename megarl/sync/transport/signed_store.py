@@ -1,4 +1,4 @@
-"""Exchange messages through a store that asks no one for a password, between processes that share a secret.
+"""Exchange signed messages through a store without passwords, between processes that share a secret.
 
 A value carries a code (HMAC) of the secret. A signal has no value; its code is in its key, so that only who knows the
 secret knows where to write. Waiting for a signal so takes no more round trips than without a code.

@@ -1,1 +1,1 @@
-"""A folder of import paths: its module stands for a package that is installed apart, in part."""
+"""Hold a stand-in for torchvision, in a folder that is put on the import path where only a part of it is installed."""

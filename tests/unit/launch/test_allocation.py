@@ -91,7 +91,7 @@ def test_ports_are_below_those_that_linux_takes_for_itself() -> None:
 
 def test_hosts_meet_at_the_port_that_the_job_has_drawn() -> None:
     arguments = Namespace(head="10.0.0.1:23456", num_cpus=1, object_store_mib=75, node_timeout_s=30.0)
-    head, other = (host._command(arguments, address, Path("/t")) for address in ("10.0.0.1", "10.0.0.2"))
+    head, other = (host._ray_command(arguments, address, Path("/t")) for address in ("10.0.0.1", "10.0.0.2"))
     assert {"--head", "--port=23456"} <= set(head)
     assert "--address=10.0.0.1:23456" in other
     ports = dict(word.split("=") for word in head if "port=" in word)

@@ -88,7 +88,7 @@ def test_nothing_that_costs_less_fits(name: str, overrides: list[str], sizes: tu
         parts += [] if dims.latent is None else [("mla_up_proj",), ("moe", "mla_up_proj")]
         cheaper += [RecomputeConfig(recompute="selective", recompute_modules=each) for each in parts]  # type: ignore[arg-type]
         for way in (each for each in cheaper if cost(each) < cost(actor)):
-            other = sized(replace(config, actor=replace(config.actor, **way.ways())), gib)
+            other = sized(replace(config, actor=replace(config.actor, **way.recompute_settings())), gib)
             lacks = not other.config.placement.offload and (other.engine.full_rows or 0) < 256
             assert lacks or peak_of(other) > FILL * gib, (gib, way)
     # With more memory never more.
