@@ -303,7 +303,11 @@ class EngineGroup:
 
     def work(self) -> dict[int, EngineWork]:
         """Return what each living engine did since the last call; that of an engine which has just died is lost."""
-        return loop.wait(self._answers(VllmEngine.work, doing="asking engines for their work"))
+        return self.ask_each(VllmEngine.work, doing="asking engines for their work")
+
+    def ask_each(self, method: Callable[[VllmEngine], R], *, doing: str) -> dict[int, R]:
+        """Return what each living engine answers, by its index; the answer of one that has just died is lost."""
+        return loop.wait(self._answers(method, doing=doing))
 
     async def _answers(self, method: Callable[[VllmEngine], R], *, doing: str) -> dict[int, R]:
         """Return the answers of the engines that live, by index."""

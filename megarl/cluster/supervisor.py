@@ -60,10 +60,10 @@ class EngineSupervisor:
         engines.abort()
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
-    def push(self, version: int) -> dict[str, float]:
+    def push(self, version: int, *, verify: bool = False) -> dict[str, float]:
         """Restart lost engines, and send the current weights to all engines as `version`; see `WeightSync.push`.
 
-        Unfinished requests of lost engines begin again afterwards.
+        Unfinished requests of lost engines begin again afterwards. verify: compare checksums, also without sync.verify.
         """
         self._version, self._is_outdated = version, False
         orphans: set[int] = set()
@@ -80,7 +80,7 @@ class EngineSupervisor:
                 self._ledger.enter(offloading.SYNC)
                 if self._sync is None:
                     self._sync = self._open_sync()
-                metrics = self._sync.push(version, verify=self._verify)
+                metrics = self._sync.push(version, verify=verify or self._verify)
                 break
             except EngineDiedError:
                 # Engines may now have some, all or none of the new weights: start over and send all of them everything.

@@ -200,6 +200,9 @@ class SyncConfig:
     """Configure how the policy's weights are sent from the trainer to the engines after every update."""
 
     verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
+    # Syncs between two of which the canary asks every engine whether it computes as the trainer does (docs/trust.md);
+    # null: as many as keep that below 1 % of the run's time; 0: never.
+    canary_every: int | None = setting(None, AT_LEAST_0)
     # Connection between hosts. gloo: TCP, from host memory; device: the devices' own links (NCCL), with
     # placement.mode=colocated between the trainer's ranks, which pass on what their engines lack; null: device on CUDA,
     # but gloo with delta. Within a host, gloo means shared memory, and so does device unless the devices' own links are

@@ -28,6 +28,7 @@ SHOWN_METRICS = {
     "loss": "actor/loss",
     "gradient norm": "actor/grad_norm",
     "tokens/s": "perf/tokens_per_s",
+    "canary, nats": "canary/max_abs_diff",
 }
 
 
@@ -145,8 +146,9 @@ def describe_status(root: Path, *, now: float) -> dict[str, object]:
             if step_s > 0:
                 seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
         for name, key in SHOWN_METRICS.items():
-            if key in last.metrics:
-                seen[name] = float(f"{last.metrics[key]:.4g}")
+            # The canary looks at some syncs only.
+            if (value := next((r.metrics[key] for r in reversed(records) if key in r.metrics), None)) is not None:
+                seen[name] = float(f"{value:.4g}")
     for directory in sorted(paths.logs.glob("slurm-*")):
         attempts = AttemptLog(directory).read()
         ends = ", ".join(f"{a.reason} ({a.exit_code})" for a in attempts)

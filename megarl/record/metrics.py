@@ -45,6 +45,8 @@ class RunPaths:
         self.metrics = root / "metrics.jsonl"
         # The warnings that the driver printed.
         self.warnings = root / "warnings.jsonl"
+        # Differences and digests of a round of the canary that failed; see `megarl.train.canary`.
+        self.canary = root / "canary.json"
         # When which side of the run worked at what; see `megarl.record.timeline`.
         self.timeline = root / "timeline.jsonl"
         # The same for ui.perfetto.dev, written by `megarl trace`.

@@ -22,8 +22,9 @@ MAX_LABEL_CHARS = 18
 # Phases in the order of a step; others follow by name. Phases below the share are summed as "other".
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing")
 MIN_PHASE_FRAC = 0.02
-# Shown of mismatch/*; all are non-negative, so a log axis can hold them.
-MISMATCH_NAMES = {"abs_max": "max |Δ|", "abs_mean": "mean |Δ|", "k3": "k3"}
+# Shown in the panel of mismatches; all are non-negative, so a log axis can hold them.
+MISMATCH_NAMES = {"mismatch/abs_max": "max |Δ|", "mismatch/abs_mean": "mean |Δ|", "mismatch/k3": "k3"}
+MISMATCH_NAMES |= {"canary/max_abs_diff": "canary"}
 
 
 def smooth(values: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -133,7 +134,7 @@ def draw_spread(ax: Axes, runs: Sequence[Run], *, prefix: str) -> None:
 def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
     labels = []
     for index, (name, text) in enumerate(MISMATCH_NAMES.items()):
-        series = runs[0].get(f"mismatch/{name}")
+        series = runs[0].get(name)
         positive = [value for value in series.values if value > 0]
         if positive:
             # Dots, because a step between two exact zeros has no line on a log axis.

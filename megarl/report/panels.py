@@ -201,7 +201,8 @@ PANELS = (
         name="mismatch",
         title="Trainer–engine mismatch",
         unit="nats per token, log scale",
-        caption="Difference of the trainer's and the sampling engine's log-probabilities of the same tokens.",
+        caption="Difference of the trainer's and the sampling engine's log-probabilities of the same tokens; "
+        "canary: the largest of its answers after a sync.",
         needs="mismatch/abs_mean",
         draw=draw_mismatch,
     ),

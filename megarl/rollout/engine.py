@@ -19,7 +19,7 @@ from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
 from megarl.host.stage import tell_stage
 from megarl.rollout.engine_spec import SLEEPING_DEVICES, EngineSpec, engine_arguments
-from megarl.rollout.images import EnginePrompt, ImagePrompts, text_prompt
+from megarl.rollout.images import EnginePrompt, ImagePrompts, salted, text_prompt
 from megarl.rollout.nucleus import head_of, nucleus_of
 from megarl.rollout.prepare import prepare_vllm
 from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper
@@ -65,7 +65,7 @@ class GenerationRequest:
     index of the engine that has the keys and values of earlier tokens; None: none has. may_move: whether another engine
     may go on with tokens of this one, which takes a new seed. num_routed: how many of the first `token_ids` have known
     experts, which the engine leaves out where it captures experts. images: what `token_ids` show. whose: the sample's
-    name, for messages.
+    name, for messages. cache_salt: only requests of the same salt share keys and values in the prefix cache.
     """
 
     token_ids: tuple[int, ...]
@@ -80,6 +80,7 @@ class GenerationRequest:
     num_routed: int = 0
     images: tuple[RowImage, ...] = ()
     whose: str = "prompt"
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,8 @@ class Completion:
     logprobs: after temperature and truncation (top-p, top-k). versions: those of the weights that sampled the tokens;
     `weight_versions` has one for each token. routed_experts: [tokens, layers, k] of the request's tokens after the
     first `num_routed`, and of the generated ones but the last, if the engine captures them. engine: the index of the
-    engine on which the sample goes on, where there are several: the one that generated them, or that takes over.
+    engine on which the sample goes on: the one that generated them, or that takes over. num_cached: how many of the
+    request's tokens the prefix cache had.
     """
 
     token_ids: IdArray
@@ -100,6 +102,7 @@ class Completion:
     head: LikelyTokens | None = None
     routed_experts: ExpertArray | None = None
     engine: int | None = None
+    num_cached: int = 0
 
     @property
     def weight_versions(self) -> IntArray:
@@ -155,16 +158,14 @@ class VllmEngine:
 
     def process_ids(self) -> list[int]:
         """Return the ids of this process, and of workers and vLLM's core if they are processes of this host."""
-        workers: list[int] = self.llm.collective_rpc("process_id")
-        workers = workers[: len(workers) // self._num_nodes]
+        every: list[int] = self.llm.collective_rpc("process_id")
         resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
         cores = [] if resources is None else [core.pid for core in resources.engine_manager.processes]
-        return list(dict.fromkeys([os.getpid(), *workers, *cores]))
+        return list(dict.fromkeys([os.getpid(), *every[: len(every) // self._num_nodes], *cores]))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Generate all completions and return them in request order."""
-        outputs = self._stepper.finish(*self._inputs(requests))
-        return [self._completion(output) for output in outputs]
+        return [self._completion(output) for output in self._stepper.finish(*self._inputs(requests))]
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         """Queue requests, each by an id of the caller's, and return at once; `serve` yields their completions."""
@@ -181,8 +182,8 @@ class VllmEngine:
 
     def unfinished(self) -> dict[int, Completion]:
         """Return the tokens so far of each added request that is not finished and has any, by its id; all go on."""
-        outputs = self._stepper.unfinished()
-        return {key: self._completion(output) for key, output in outputs.items() if output.outputs[0].token_ids}
+        outputs = self._stepper.unfinished().items()
+        return {key: self._completion(output) for key, output in outputs if output.outputs[0].token_ids}
 
     def abort(self) -> None:
         """Forget all added requests that are not finished."""
@@ -230,7 +231,7 @@ class VllmEngine:
             )
             for r in requests
         ]
-        return [self._prompt(r.token_ids, r.images, r.whose) for r in requests], params
+        return [salted(self._prompt(r.token_ids, r.images, r.whose), r.cache_salt) for r in requests], params
 
     def prompt_logprobs(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[RowImage]] = ()
@@ -243,8 +244,8 @@ class VllmEngine:
 
         # Prompt log-probs make vLLM compute every position, so the prefix cache skips none.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-        shown = images or [()] * len(sequences)
-        prompts = [self._prompt(s, each, "sequence") for s, each in zip(sequences, shown, strict=True)]
+        shown = zip(sequences, images or [()] * len(sequences), strict=True)
+        prompts = [self._prompt(s, each, "sequence") for s, each in shown]
         outputs = self._stepper.finish(prompts, [params] * len(prompts))
         return [
             np.asarray(
@@ -306,9 +307,7 @@ class VllmEngine:
             self.llm.sleep(level=1 if keeps else 2)
 
     def wake(self, parts: Sequence[str]) -> None:
-        """Allocate memory again for `weights`, which the next weight sync fills unless they were kept, or for
-        `kv_cache`.
-        """
+        """Allocate memory again for `weights`, which the next sync fills unless they were kept, or for `kv_cache`."""
         if platform().name in SLEEPING_DEVICES:
             self.llm.wake_up(tags=list(parts))
 
@@ -347,4 +346,5 @@ def _completion(output: "RequestOutput", *, truncates: bool = True, has_head: bo
         routed_experts=None if sampled.routed_experts is None else sampled.routed_experts.astype(np.int16),
         finish_reason=FINISH_REASONS[sampled.finish_reason],
         versions=tuple(VersionSpan(int(span.version), span.end - span.start) for span in spans),
+        num_cached=output.num_cached_tokens or 0,
     )

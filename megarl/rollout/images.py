@@ -30,6 +30,13 @@ def text_prompt(token_ids: Sequence[int], images: Sequence[RowImage], whose: str
     return TokensPrompt(prompt_token_ids=list(token_ids))
 
 
+def salted(prompt: EnginePrompt, salt: str) -> EnginePrompt:
+    """Return a prompt whose keys and values only prompts of the same salt share in the prefix cache; "": all do."""
+    if salt:
+        prompt["cache_salt"] = salt
+    return prompt
+
+
 class ImagePrompts:
     """Makes prompts for an engine, which reads each image once and keeps those that it read last.
 

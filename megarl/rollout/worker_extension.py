@@ -32,6 +32,7 @@ from megarl.sync.transport.ends import BridgeReceiver
 from megarl.sync.transport.routed import RoutedReceiver
 from megarl.sync.transport.transports import ProcessPlan
 from megarl.weights.adapter_files import PREFIX
+from megarl.weights.slices import checksum
 from megarl.weights.towers import is_trained
 
 # This process makes its groups later, and imports its model.
@@ -118,6 +119,29 @@ class WeightReceiver:
     def bridge_bytes(self) -> int:
         """Return the number of bytes that came over the wire in the last transfer."""
         return self.bridge.wire_bytes
+
+    @torch.no_grad()
+    def held_digests(self) -> dict[str, int]:
+        """Return a checksum of each part of the weights that this worker computes with, adapters included, by its name.
+
+        A layer that several tensors of the checkpoint make up has a part for each. CPU kernels have packed copies of
+        their weights alone, which come back as what they make of the unit vectors.
+        """
+        sums = dict[str, int]()
+        for name, layer in self.model_runner.model.named_modules():  # type: ignore[attr-defined]
+            held = dict[str, torch.Tensor](layer.named_parameters(recurse=False))
+            if (packed := getattr(layer, "cpu_linear", None)) is not None and not held["weight"].numel():
+                ones = torch.eye(layer.input_size_per_partition, dtype=held["weight"].dtype)
+                held["weight"] = packed(ones, held["weight"], None).t()
+            for key, adapters in vars(layer).items():
+                if "_stacked" in key and not isinstance(adapters, torch.Tensor):
+                    held |= {f"{key}.{i}": each for i, each in enumerate(adapters)}
+            parts = getattr(layer, "output_partition_sizes", [])
+            for key, tensor in held.items():
+                several = len(parts) > 1 and tensor.ndim and len(tensor) == sum(parts)
+                cut = {f".{i}": each for i, each in enumerate(tensor.split(parts))} if several else {"": tensor}
+                sums |= {f"{name}.{key}{end}": checksum(each, (), tuple(each.shape)) for end, each in cut.items()}
+        return sums
 
     @torch.no_grad()
     def _load(self, source: Iterator[tuple[str, torch.Tensor]], tower: TowerPart | None = None) -> str:

@@ -109,23 +109,27 @@ class Session:
         samples; None: counts the calls, so that the k-th samples as step k of `megarl train` does. The samples of a
         prompt follow each other, in the order of the prompts.
         """
-        supervisor, inputs = self._require_engines("sample"), self.inputs
+        supervisor, inputs, canary = self._require_engines("sample"), self.inputs, self._parts.canary
+        assert canary is not None, "engines have a canary"
         draw = self._num_draws + 1 if draw is None else draw
         plan = inputs.sampling_plan(n, max_tokens, draw, changed)
         groups = [Group(prompt=prompt, plan=plan) for prompt in inputs.encoded(prompts, draw=draw)]
         self._num_draws, source = draw, VllmSource(supervisor)
         self._parts.memory.enter(offloading.GENERATE)
+        canary.ask(self._version - 1)
         begin(source, groups)
         total = len(groups) * plan.num_samples
         with doing(lambda: f"generating: {sum(len(group.samples) for group in groups)} of {total} samples finished"):
             try:
-                return collect(supervisor.wait, groups, timeout_s=self.config.rollout.timeout_s)
+                batch = collect(supervisor.wait, groups, timeout_s=self.config.rollout.timeout_s)
             except KeyError as error:
                 # The wait for them ended early; see `EngineSupervisor.outdate`.
                 raise RunError(
                     "sample: an engine died after the policy had moved on from the last snapshot, whose weights are "
                     "gone; call snapshot, and sample again"
                 ) from error
+        canary.prime(self._version, batch.prompts.values())
+        return batch
 
     def texts(self, batch: RolloutBatch) -> list[str]:
         """Return the response of each sample as the text that scorers of runs read, without special tokens."""
@@ -239,9 +243,8 @@ class Session:
         if betas is not None and not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"step: got betas={betas}, expected two numbers from 0 to below 1; correct them")
         request = StepRequest(role=Role(role), step=self.num_steps + 1, lr=rate, scale=scale, betas=betas, clip=clip)
+        found = self._parts.before_update(Role(role), self._version - 1, step=self.num_steps + 1)
         self._parts.memory.enter(updater.updating(self.inputs.roles))
-        if role == Role.ACTOR and self._parts.supervisor is not None:
-            self._parts.supervisor.outdate()
         try:
             with doing(f"updating the {role}"):
                 metrics = updater.apply(request)
@@ -249,7 +252,7 @@ class Session:
             self._failed(Role(role), error, "unknown: load a directory that was saved")
             raise
         self.num_accumulated.pop(Role(role))
-        return metrics
+        return metrics | found
 
     @property
     def num_steps(self) -> int:

@@ -19,6 +19,7 @@ from megarl.record.inputs import RunInputs
 from megarl.record.metrics import RunPaths
 from megarl.run.resume import require_same_files
 from megarl.run.session_inputs import SessionInputs
+from megarl.train.canary import Canary, open_canary
 from megarl.train.inputs import open_sampler
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.train.prompt_queue import PromptQueue
@@ -32,7 +33,7 @@ ANSWER_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class SessionParts:
-    """The live parts of a session. supervisor: None without engines. queue: None without prompts of the run.
+    """The live parts of a session. supervisor, canary: None without engines. queue: None without prompts of the run.
 
     files: those that it computes from. lost: why the session cannot go on; empty while it can.
     """
@@ -42,9 +43,18 @@ class SessionParts:
     memory: offloading.MemoryLedger
     passes: dict[Role, RolePasses]
     supervisor: EngineSupervisor | None
+    canary: Canary | None
     queue: PromptQueue | None
     files: RunInputs
     lost: str = ""
+
+    def before_update(self, role: Role, version: int, *, step: int) -> dict[str, float]:
+        """Prepare an optimizer step of a role; return the canary's metrics. version: of the engines' weights."""
+        if role is not Role.ACTOR or self.supervisor is None or self.canary is None:
+            return {}
+        found = self.canary.check(version, step)
+        self.supervisor.outdate()
+        return found
 
     def save(self, directory: Path, *, num_draws: int, algo: AlgoState) -> None:
         """Write a checkpoint of any layout to a new directory."""
@@ -88,6 +98,8 @@ class SessionParts:
             require_same_files(checkpoint, self.inputs.config, changed, remedy="pass weights_only=True")
         same = checkpoint.same_layout(self.inputs.config)
         self.memory.enter(offloading.checkpointing(self.inputs.roles))
+        if self.canary is not None:
+            self.canary.forget()
         with doing("loading"):
             self.workers.load_checkpoint(checkpoint.path, same_layout=same, weights_only=weights_only)
         if not weights_only:
@@ -137,16 +149,19 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
             if role.trainable
             else RolePasses(workers, role, temperature=temperature, dims=dims)
         )
+    supervisor = cluster.supervisor(config, memory, cluster.weight_sync) if with_engines else None
+    actor = passes[Role.ACTOR]
     parts = SessionParts(
         inputs=inputs,
         workers=workers,
         memory=memory,
         passes=passes,
-        supervisor=cluster.supervisor(config, memory, cluster.weight_sync) if with_engines else None,
+        supervisor=supervisor,
+        canary=None if supervisor is None else open_canary(config, cluster.engines, supervisor, memory, actor),
         queue=None if inputs.prompts is None else PromptQueue(open_sampler(config, inputs.prompts)),
         files=files,
     )
-    if (supervisor := parts.supervisor) is not None:
+    if supervisor is not None:
         # After a failure, ranks may not answer; the end of the cluster removes what they share.
         stack.push(lambda kind, *_: None if kind or parts.lost else supervisor.close())
     return parts

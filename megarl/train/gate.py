@@ -100,7 +100,7 @@ class MismatchGate:
         dtypes = {model.dtype, engine.dtype or model.dtype}
         rounded = engine.quantization is not None or engine.kv_cache_dtype is not None
         usual = FLOAT8_GATE_NATS if rounded else max(MISMATCH_GATE_NATS[dtype] for dtype in dtypes)
-        self._limit = trainer.mismatch_gate_nats or usual
+        self.limit = trainer.mismatch_gate_nats or usual
         self.passed = False
 
     def check(self, rows: Sequence[Row]) -> None:
@@ -112,10 +112,10 @@ class MismatchGate:
             return
         sums = mismatch_of(rows, [row.quantities[TokenQuantity.OLD_LOGPROBS] for row in rows])
         measured = sums.metrics()["mismatch/abs_mean"]
-        if not measured <= self._limit:
+        if not measured <= self.limit:
             raise MismatchError(
                 f"the engine's log-probs differ from the trainer's by {measured:.2e} nats on average before the first "
-                f"update, the limit is {self._limit:.0e} (trainer.mismatch_gate_nats); check that both use the same "
+                f"update, the limit is {self.limit:.0e} (trainer.mismatch_gate_nats); check that both use the same "
                 f"weights, dtype and temperature (sync.verify=true compares every tensor)"
             )
         self.passed = sums.num_tokens > 0

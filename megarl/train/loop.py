@@ -25,6 +25,7 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics
 from megarl.rollout.source import SamplingStopped
 from megarl.seeds import batch_seed
+from megarl.train.canary import Canary
 from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_role
 from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
@@ -77,6 +78,7 @@ class Trainer:
     rollouts: Rollouts
     forward: ForwardStage
     gate: MismatchGate
+    canary: Canary
     updates: UpdateStage
     supervisor: EngineSupervisor
     validator: Validator | None
@@ -152,8 +154,10 @@ class Trainer:
         inputs, config = self.inputs, self.inputs.config
         seed = batch_seed(config.run.seed, step)
         replayed = inputs.spec.dims if config.actor.moe.replay_routing else None
+        self.canary.ask(step - 1)
         self.rollouts.admit(version=step - 1)
         collected = self.rollouts.take(step)
+        self.canary.prime(step, collected.rollout.prompts.values())
         if self.first_steps.nothing_heard(collected.outcome):
             self.recorder.problems(step, collected.troubles)
             outcome, more = collected.outcome, " (RUN/reward_problems.jsonl has more of them)"
@@ -171,6 +175,7 @@ class Trainer:
             )
             rows, metrics = self.forward.add_quantities(rows, collected.rollout.prompts, needed, seed=seed, step=step)
             self.gate.check(rows)
+            metrics |= self.canary.check(step - 1, step)
             with self.timers("adv"):
                 truncated = [reason is FinishReason.LENGTH for reason in training.finish_reasons]
                 batch = scored_batch(rows, training.rewards, truncated=truncated, step=step, seed=seed)

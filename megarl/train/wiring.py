@@ -26,6 +26,7 @@ from megarl.rollout.replay import ReplaySource, record_path
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource, Wait
 from megarl.rollout.vllm_source import VllmSource
+from megarl.train.canary import open_canary
 from megarl.train.collect import Rollouts
 from megarl.train.forward import ForwardStage
 from megarl.train.gate import MismatchGate
@@ -94,6 +95,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         rollouts=rollouts,
         forward=forward,
         gate=MismatchGate(config.trainer, config.model, config.rollout.engine),
+        canary=open_canary(config, cluster.engines, supervisor, memory, passes[Role.ACTOR]),
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,
         validator=_open_validator(inputs, live, supervisor.wait, validation_rewards, recorder, forward),

@@ -104,6 +104,7 @@ POSITIVE = [
     "cluster.collective_timeout_s",
 ]
 AT_LEAST_0 = [
+    "sync.canary_every",
     "checkpoint.every_steps",
     "checkpoint.keep_best",
     "run.seed",

@@ -106,6 +106,8 @@ WORKERS = (
     *(f"sync.{name}" for name in ("host_group=device", "dtype=bfloat16", "delta=true")),
     *(f"sync.{name}" for name in ("delta_full_every=2", "cuda_ipc=true")),
 )
+# What is read at each sync.
+LATER = ("verify", "canary_every")
 ENGINES = ("trainer.mismatch_gate_nats=1", "run.batch_invariant=true")
 
 
@@ -143,13 +145,13 @@ def test_whole_sections_affect() -> None:
     for name, sync in changed(SyncConfig()):
         config = replace(base, sync=sync)
         assert affected(base, config, "engines") == ["sync"], name
-        assert affected(base, config, "workers") == ([] if name == "verify" else [f"sync.{name}"]), name
+        assert affected(base, config, "workers") == ([] if name in LATER else [f"sync.{name}"]), name
     assert "trainer.num_nodes" in dict(changed(PlacementConfig(trainer=NodesConfig())))
 
 
 def test_nothing_else_affects() -> None:
     expected = {"actor.layout", "actor.lora", "actor.vision.train", "placement", "rollout.engine"}
-    sync = {f"sync.{each.name}" for each in fields(SyncConfig)} - {"sync.verify"}
+    sync = {f"sync.{each.name}" for each in fields(SyncConfig)} - {f"sync.{name}" for name in LATER}
     assert set(declared(Config, "workers")) == expected | sync | {key.partition("=")[0] for key in WORKERS}
     assert set(declared(Config, "engines")) == expected | {
         "sync",

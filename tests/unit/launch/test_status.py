@@ -53,6 +53,15 @@ def test_a_live_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["step"], seen["time left"], seen["loss"]) == ("3 of 40", "01:14", 0.3333)
 
 
+def test_the_last_round_of_the_canary(root: Path) -> None:
+    lines = [json.loads(line) for line in RunPaths(root).metrics.read_text().splitlines()]
+    lines[0]["metrics"]["canary/max_abs_diff"] = 0.5
+    lines[1]["metrics"]["canary/max_abs_diff"] = 3.00001e-6
+    RunPaths(root).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with heartbeat(root):
+        assert describe_status(root, now=time.time())["canary, nats"] == 3e-6
+
+
 def test_ends(root: Path) -> None:
     with heartbeat(root):
         pass
