@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megarl.cluster.ending import end_at
+from megarl.cluster.ray_session import lost_ray
 from megarl.cluster.remotes import A_co, PendingCall, Process, R, Remote, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
@@ -90,6 +91,8 @@ class _Death:
 
     def report(self, doing: str) -> WorkerError:
         """Record the death in the run's `Roster`, and return the error that describes it, for the caller to raise."""
+        if lost := lost_ray():
+            return WorkerError(f"{doing}: {lost}")
         return self.process.roster.report_death(self.process, f"{doing}: {self.what}")
 
 
@@ -175,6 +178,8 @@ class Watchdog:
                 silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
                 raise WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
             if self._watch.is_due():
+                if lost := lost_ray():
+                    raise WorkerError(f"{self._doing()}: {lost}")
                 # Look for deaths of processes that are not waited for, and for those that hang.
                 for death in self._watch.deaths():
                     if not isinstance(error := death.report(self._doing()), EngineDiedError):
@@ -217,6 +222,8 @@ async def explained(
     deaths = [*(death for failure in failures if (death := _death(*failure))), *watch.deaths()]
     # Only now can a process answer whose call failed because one of its own workers died.
     deaths = deaths or [death for other, _ in failures if (death := await _death_of_worker(other))]
+    if lost := lost_ray():
+        return WorkerError(f"{doing}: {lost}")
     if reports := [death.report(doing) for death in deaths]:
         return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])
     causes = [getattr(failure, "cause", failure) for _, failure in failures]

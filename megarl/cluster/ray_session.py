@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,10 @@ from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.host.clock import awake_s
+from megarl.host.janitor import HOSTED_RUN_VARIABLE
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import fresh_token
+from megarl.host.reach import CONNECT_S
 from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
 from megarl.host.temp_dir import RAY_DIRECTORY
@@ -30,6 +33,9 @@ from megarl.host.temp_dir import RAY_DIRECTORY
 TRIES, END_S = 3, 5.0
 # How often to look for a host that has not joined yet.
 POLL_S = 0.2
+# Without these of Ray's processes nothing goes on. A driver that they leave behind is ended by Ray itself, without a
+# word, as soon as 60 s later.
+_ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
 
 
 def open_ray(
@@ -115,14 +121,30 @@ def _time_to_register(deadline: float) -> Iterator[None]:
         services.get_node = get_node
 
 
+def lost_ray() -> str | None:
+    """Say how the Ray that this process has started has lost a process that it needs; None if it has not."""
+    node = ray._private.worker._global_node
+    for kind, process in () if node is None else node.dead_processes():
+        if kind in _ESSENTIAL:
+            code = process.returncode
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return (
+                f"Ray's {kind} (process {process.pid}) has ended {how}, and no run goes on without it; see whether "
+                "somebody or the kernel's out-of-memory killer (dmesg) ended it, then --resume; see RUN/logs"
+            )
+    return None
+
+
 def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str]) -> None:
+    # A job starts Ray and its driver side by side; any other cluster is there already.
+    wait_s = settings.start_timeout_s if HOSTED_RUN_VARIABLE in os.environ else CONNECT_S
     deadline = awake_s() + settings.start_timeout_s
     try:
-        _wait_for_port(address, deadline)
+        _wait_for_port(address, awake_s() + wait_s)
         _connect(environment, address=address)
     except Exception as error:
         raise WorkerError(
-            f"cluster.address: no Ray cluster at {address} within {settings.start_timeout_s:g} s "
+            f"cluster.address: no Ray cluster at {address} within {wait_s:g} s "
             f"({type(error).__name__}: {error}); "
             f"{known_remedy(error) or 'look into the logs of the hosts, or raise cluster.start_timeout_s'}"
         ) from error

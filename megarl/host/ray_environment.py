@@ -53,13 +53,14 @@ def fresh_token() -> dict[str, str]:
 
 
 def keep_worker_logs(scope: RunScope, target: Path) -> None:
-    """Copy the logs of the run's Ray workers on this host to `target`, with the Python stacks that they wrote.
+    """Copy the logs of the run's Ray and its workers on this host to `target`, with Python stacks that these wrote.
 
     Storage that refuses only causes a warning: it must not hide why the run failed.
     """
     files: dict[Path, str] = {}
     for directory in scope.temp_dirs():
-        files |= {file: file.name for file in (directory / RAY_DIRECTORY).glob("session_latest/logs/worker-*")}
+        logs = directory / RAY_DIRECTORY / "session_latest" / "logs"
+        files |= {file: file.name for kind in ("worker-*", "raylet.*", "gcs_server.*") for file in logs.glob(kind)}
         files |= {file: f"stacks-{file.name}" for file in (directory / DIRECTORY).glob("*.txt")}
     with dispensable("the workers' logs"), writing(target):
         target.mkdir(parents=True, exist_ok=True)

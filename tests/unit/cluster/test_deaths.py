@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -86,6 +88,27 @@ def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None
 def allow_restarts(engine: Process[Worker]) -> Process[Worker]:
     engine.roster.allow_restarts([engine.name], 1)
     return engine
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_process_of_rays_own_is_named_before_those_that_end_with_it(
+    ray_session: None, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that ends with it is not started again."""
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    allow_restarts(engine)
+    ended = subprocess.Popen(["sleep", "300"])
+    ended.send_signal(signal.SIGHUP)
+    ended.wait()
+    node = SimpleNamespace(dead_processes=lambda: [("log_monitor", rank), ("raylet", ended)])
+    pending = calls([rank], ("answer", 20.0)) if is_alone else calls([engine], ("answer", 20.0))
+    if not is_alone:
+        ray.kill(engine.actor)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    expected = rf"^updating: Ray's raylet \(process {ended.pid}\) has ended by SIGHUP, and no run goes on without it; "
+    with pytest.raises(WorkerError, match=expected):
+        wait_all(pending, timeout_s=120.0, doing="updating")
+    assert not engine.roster.lost
 
 
 def test_an_engine_that_hangs_is_named_and_killed(ray_session: None) -> None:
