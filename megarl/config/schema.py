@@ -82,7 +82,9 @@ _HOST = Text(
     expected="names of hosts, of letters, digits and ._-", holds=re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*").fullmatch
 )
 _ADDRESS = Text(
-    expected="HOST:PORT of a running Ray cluster", holds=re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*:[0-9]+").fullmatch
+    expected="HOST:PORT of a running Ray cluster",
+    holds=re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*:[0-9]+").fullmatch,
+    is_address=True,
 )
 
 

@@ -41,10 +41,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """The texts that a setting accepts: those for which `holds`. `expected` describes them in error messages."""
+    """The texts that a setting accepts: those for which `holds`. `expected` describes them in error messages.
+
+    is_address: whether another program listens there, which has to be up when a run starts.
+    """
 
     expected: str
     holds: Callable[[str], object]
+    is_address: bool = False
 
 
 Allowed: TypeAlias = Range | Text
@@ -75,7 +79,7 @@ SHARE = Range(expected="in (0, 1]", above=0, at_most=1)
 FRACTION = Range(expected="in [0, 1]", at_least=0, at_most=1)
 BELOW_1 = Range(expected="in [0, 1)", at_least=0, below=1)
 PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
-URL = Text(expected="http://host:port/path, or https", holds=_is_url)
+URL = Text(expected="http://host:port/path, or https", holds=_is_url, is_address=True)
 PYTHON_FILE = Text(expected="a Python file (.py)", holds=lambda text: text.endswith(".py"))
 
 
@@ -162,6 +166,15 @@ def needing_trust(config: object, path: str = "") -> Iterator[tuple[str, object]
         for name, item in inner.items():
             if is_dataclass(item):
                 yield from needing_trust(item, f"{name}.")
+
+
+def addresses_of(config: object) -> dict[str, list[str]]:
+    """Return the addresses of other programs that a configuration names, by the key of the setting."""
+    found: dict[str, list[str]] = {}
+    for key, value, allowed in _values(config, "", None):
+        if isinstance(allowed, Text) and allowed.is_address and isinstance(value, str):
+            found.setdefault(key, []).append(value)
+    return found
 
 
 def check_values(config: object, sections: Collection[str], key: str = "") -> None:

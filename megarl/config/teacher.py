@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megarl.config.layout import LayoutConfig
-from megarl.config.setting import AT_LEAST_1, POSITIVE, setting
+from megarl.config.setting import AT_LEAST_1, POSITIVE, URL, setting
 from megarl.errors import ConfigError
 
 
@@ -20,9 +20,9 @@ class TeacherConfig:
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
     # Addresses of OpenAI-compatible servers that serve the teacher with log-probs of prompts, as vLLM does, such as
     # [http://host:8000/v1]; []: the teacher runs on Megatron.
-    servers: tuple[str, ...] = setting((), needs_trust=True)
+    servers: tuple[str, ...] = setting((), URL, needs_trust=True)
     # Addresses of such servers that write demonstrations (algo.demonstrations.source=teacher); []: those of servers.
-    writers: tuple[str, ...] = setting((), needs_trust=True)
+    writers: tuple[str, ...] = setting((), URL, needs_trust=True)
     served_name: str | None = None  # Name of the model there; null: model_path.
     # Environment variable with the key that servers ask for; null: none.
     api_key_env: str | None = setting(None, needs_trust=True)

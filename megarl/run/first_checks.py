@@ -1,7 +1,7 @@
 """Find mistakes in a command line that need no cluster, before slow libraries are imported."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import process_time
 
@@ -9,6 +9,7 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config, DataConfig
+from megarl.config.setting import addresses_of
 from megarl.config.target import target_in_words
 from megarl.data.files import RowFiles
 from megarl.data.prompts import read_prompt
@@ -26,8 +27,10 @@ from megarl.data.sampler import prompt_sampler, require_batch, train_files
 from megarl.data.tokenizer_files import require_tokenizer
 from megarl.environments.base import type_of
 from megarl.errors import ConfigError
-from megarl.host.child_environment import require_assertions
+from megarl.host.child_environment import asks_proxy, require_assertions
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.janitor import HOSTED_RUN_VARIABLE
+from megarl.host.reach import unreached
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
 from megarl.record.checkpoints import Command
@@ -43,6 +46,8 @@ from megarl.types import Prompt
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model, with_models
 
+# The sections with addresses of programs that a run asks; supervised ones only use a cluster.
+_ASKED = ("cluster", "rewards", "teacher", "teachers")
 # CPU seconds for each list of files: some 40,000 rows. The run itself looks at all.
 _ROWS_S = 0.5
 
@@ -57,6 +62,8 @@ def check_plan(config: Config, command: Command, *, overwrite: bool, resumes: bo
         # Another place leaves that of a run which starts alone.
         with DirectoryLock(paths.root, command, place=paths.root / f"plan-{os.getpid()}"):
             _check_machine(config, command, paths.root)
+        mistakes, missing = unreached_servers(config, _ASKED if command == "train" else ("cluster",))
+        warnings += [*(f"{mistake}; until then a start is refused" for mistake in mistakes), *missing]
     if resumes:
         warnings += [line.removeprefix("warning: ") for line in check_resumed(config, command)]
     elif not overwrite and paths.hold_a_run():
@@ -88,6 +95,10 @@ def check_start(config: Config, command: Command, *, overwrite: bool, resumes: b
     elif not overwrite:
         paths.require_unused()
     _check_machine(config, command, paths.root)
+    mistakes, missing = unreached_servers(config, _ASKED if command == "train" else ("cluster",))
+    if mistakes:
+        raise ConfigError(mistakes[0])
+    print_lines(*(f"warning: {warning}" for warning in missing))
     # A resumed run pins the commits of models that it began with.
     if not resumes:
         print_lines(*(f"warning: {warning}" for warning in _check_models(config, command, "*")))
@@ -218,6 +229,33 @@ def _first(rows: RowFiles, form: DataConfig) -> Iterator[tuple[str, Mapping[str,
         yield rows.where(i), row
         if process_time() > until:
             break
+
+
+def unreached_servers(config: Config, sections: Collection[str]) -> tuple[list[str], list[str]]:
+    """Connect to the addresses of other programs that some sections name; return mistakes, of settings that lead to
+    nobody, and warnings about servers that are not there while others of the same setting are.
+
+    Judges without a trial are left out, and those behind a proxy.
+    """
+    skipped = {
+        key
+        for name, judge in config.rewards.judges.items()
+        for key in [f"rewards.judges.{name}.endpoint.urls"]
+        if not judge.dry_run or (judge.endpoint.use_proxy and any(asks_proxy(url, key) for url in judge.endpoint.urls))
+    }
+    # A job starts Ray and its driver side by side.
+    skipped |= {"cluster.address"} if HOSTED_RUN_VARIABLE in os.environ else set()
+    mistakes, warnings = list[str](), list[str]()
+    for key, addresses in addresses_of(config).items():
+        if key in skipped or key.partition(".")[0] not in sections:
+            continue
+        missing = unreached(addresses)
+        told = ", ".join(f"{address} ({why})" for address, why in missing.items())
+        if len(missing) == len(addresses):
+            mistakes.append(f"{key}: nobody accepts connections at {told}; start that program first, or correct {key}")
+        elif missing:
+            warnings.append(f"{key}: nobody accepts connections at {told}; the others get all requests")
+    return mistakes, warnings
 
 
 def _check_machine(config: Config, command: Command, root: Path) -> None:

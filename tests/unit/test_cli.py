@@ -5,9 +5,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,6 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
+from megarl.config.load import with_overrides
+from megarl.config.mixture import RemoteConfig
+from megarl.config.rewards import RewardsConfig
+from megarl.config.schema import Config
 from megarl.errors import (
     ConfigError,
     DataError,
@@ -25,6 +32,7 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
+from megarl.run.first_checks import unreached_servers
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.helpers.checkpoints import make_checkpoint
@@ -406,6 +414,10 @@ def mistaken(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 TELL = """
 import json, sys
 from megarl.cli import main
+from megarl.config.load import with_overrides
+from megarl.config.mixture import RemoteConfig
+from megarl.config.rewards import RewardsConfig
+from megarl.config.schema import Config
 sys.modules["wandb"] = None
 for command in json.load(sys.stdin):
     try:
@@ -480,3 +492,62 @@ def test_console_script(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: unknown key 'trainer.total_step'; did you mean 'trainer.total_steps'?")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """An address at which nobody listens, and nobody else may."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+CLOSED: dict[str, str] = {
+    "cluster.address": "cluster.address={}",
+    "rewards.remote.urls": "rewards={{manager: remote, remote: {{urls: ['http://{}/get_reward'], on_error: raise}}}}",
+    "rewards.hybrid.parts.r.urls": "rewards={{manager: hybrid, hybrid: {{parts: {{r: {{manager: remote, urls: ['http://{}/r']}}}}}}}}",
+    "rewards.judges.q.endpoint.urls": "rewards={{manager: judge, judges: {{q: {{endpoint: {{urls: ['http://{}/v1']}}}}}}}}",
+    "teacher.servers": "teacher={{model_path: m, servers: ['http://{}/v1']}}",
+    "teachers.t.writers": "teachers={{t: {{model_path: m, writers: ['http://{}/v1']}}}}",
+}
+
+
+@pytest.mark.parametrize("key", CLOSED)
+def test_every_address_that_settings_name_is_tried_at_the_start(key: str, closed: str) -> None:
+    """A job's own Ray may come up later, and of several servers one is enough."""
+    config = with_overrides(Config(), [CLOSED[key].format(closed)])
+    section = key.partition(".")[0]
+    (mistake,), warnings = unreached_servers(config, [section])
+    assert mistake.startswith(f"{key}: nobody accepts connections at ")
+    assert f"{closed}" in mistake
+    assert "(Connection refused); start that program first, or correct" in mistake
+    assert warnings == []
+    assert unreached_servers(config, []) == ([], [])
+
+
+def test_of_several_servers_one_is_enough(closed: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = f"http://127.0.0.1:{listener.getsockname()[1]}/get_reward"
+        remote = RemoteConfig(urls=(there, f"http://me:pw@{closed}/r"))
+        config = replace(Config(), rewards=RewardsConfig(manager="remote", remote=remote))
+        mistakes, (warning,) = unreached_servers(config, ["rewards"])
+    assert mistakes == []
+    assert "pw" not in warning
+    assert warning.endswith("(Connection refused); the others get all requests")
+
+
+def test_a_jobs_own_ray_and_judges_without_a_trial_are_not_waited_for(
+    closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGARL_HOSTED_RUN", "1-0-1")
+    judge = CLOSED["rewards.judges.q.endpoint.urls"].format(closed)
+    config = with_overrides(Config(), [f"cluster.address={closed}", judge, "rewards.judges.q.dry_run=false"])
+    assert unreached_servers(config, ["cluster", "rewards"]) == ([], [])
+
+
+def test_a_closed_service_is_told_before_models_are_read(error_of: Callable[..., str], closed: str) -> None:
+    began = time.monotonic()
+    said = error_of(CLOSED["rewards.remote.urls"].format(closed))
+    assert said.startswith("error: rewards.remote.urls: nobody accepts connections at http://127.0.0.1:")
+    assert f"error: cluster.address: nobody accepts connections at {closed} " in error_of(f"cluster.address={closed}")
+    assert time.monotonic() - began < 60.0

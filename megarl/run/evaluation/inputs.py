@@ -24,7 +24,7 @@ from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
-from megarl.run.first_checks import check_prompts
+from megarl.run.first_checks import check_prompts, unreached_servers
 from megarl.train.export import exported
 from megarl.train.inputs import check_askers
 from megarl.train.models import open_model
@@ -109,6 +109,8 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
     base, checkpoint, adapter = _find_model(request)
     config = _eval_config(with_overrides(base, request.overrides), request, with_trainer=checkpoint is not None)
     check_eval(rehearse(config))
+    for mistake in unreached_servers(config, ("rewards",))[0]:
+        raise ConfigError(mistake)
     num_rows = _engine_model_rows(config) if checkpoint is None else open_model(config).dims.vocab
     if adapter is not None:
         found = read_peft(adapter, read_model_spec(config.model.path, "MODEL"))

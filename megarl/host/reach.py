@@ -1,0 +1,28 @@
+"""Find out whether anybody accepts connections at the addresses that settings name, without saying a word there."""
+
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+from megarl.host.masking import masked_text
+
+# A host that is there answers within milliseconds; one that is not may never do so.
+CONNECT_S = 5.0
+_PORTS = {"http": 80, "https": 443}
+
+
+def unreached(addresses: Sequence[str]) -> dict[str, str]:
+    """Return of these URLs and HOST:PORTs those at which nobody accepts a connection, each with the reason."""
+    with ThreadPoolExecutor(max_workers=min(len(addresses), 16) or 1) as threads:
+        reasons = threads.map(_why_not, addresses)
+        return {masked_text(address): why for address, why in zip(addresses, reasons, strict=True) if why}
+
+
+def _why_not(address: str) -> str:
+    place = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        socket.create_connection((place.hostname or "", place.port or _PORTS[place.scheme]), CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or f"no answer within {CONNECT_S:g} s"
+    return ""
