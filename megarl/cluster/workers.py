@@ -11,6 +11,8 @@ from megarl.cluster.remotes import PendingCall, Process, R
 from megarl.cluster.roles import by_layout
 from megarl.cluster.row_shards import RowShard, put_rows
 from megarl.config.schema import LayoutConfig
+from megarl.errors import StorageError
+from megarl.host.writing import dispensable
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
 from megarl.types.messages import (
@@ -175,7 +177,9 @@ class RoleWorkers:
             roles = "+".join(role for role, its_group in self._group_of.items() if its_group is group)
             path = str(directory / roles if i else directory)
             calls += [p.call(RankWorker.stop_profile, path) for p in group.processes]
-        self._wait(calls, doing="writing profiler traces")
+        for reason in filter(None, self._wait(calls, doing="writing profiler traces")):
+            with dispensable("profiler traces"):
+                raise StorageError(reason)
 
     def _group(self, role: Role) -> RankGroup:
         assert role in self._group_of, f"these ranks host {', '.join(self._group_of)}, not the {role}; load it first"

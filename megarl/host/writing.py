@@ -127,9 +127,9 @@ def dispensable(what: str, *others: type[Exception], done: str = "written") -> I
     """Within this context, a run does what it can do without: what fails becomes a warning, once, and the next call of
     the same kind tries again.
 
-    others: further errors than StorageError, such as those of a library or a service. done: for the warning.
+    others: further errors than those of a storage, such as those of a library or a service. done: for the warning.
     """
-    errors: tuple[type[Exception], ...] = (StorageError, *others)
+    errors: tuple[type[Exception], ...] = (StorageError, OSError, *others)
     try:
         yield
     except errors as error:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from megarl.config.plugins import activate
 from megarl.config.schema import LayoutConfig
+from megarl.errors import StorageError
+from megarl.host.writing import writing
 from megarl.parallel.communicators import Communicators
 from megarl.types import Rows
 from megarl.types.messages import (
@@ -299,12 +301,19 @@ class RankWorker:
         self.profiler = torch.profiler.profile()
         self.profiler.start()
 
-    def stop_profile(self, directory: str) -> None:
-        """Stop the profiler, and write its trace to DIRECTORY/rank_N.json.gz."""
+    def stop_profile(self, directory: str) -> str:
+        """Stop the profiler, and write its trace to DIRECTORY/rank_N.json.gz; return why the storage refuses it."""
         self.profiler.stop()
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(str(Path(directory) / f"rank_{self.rank}.json.gz"))
-        del self.profiler
+        path = Path(directory) / f"rank_{self.rank}.json.gz"
+        try:
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.profiler.export_chrome_trace(str(path))
+        except StorageError as error:
+            return str(error)
+        finally:
+            del self.profiler
+        return ""
 
     def _role(self, role: Role, *needed: Part) -> "LoadedRole":
         """Return a role's model, after checking that the `needed` parts of its memory are on the device."""

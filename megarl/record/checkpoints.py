@@ -305,12 +305,12 @@ class CheckpointManager:
 
     def _tidying(self) -> AbstractContextManager[None]:
         """Return a context in which the storage may refuse: the run goes on with its checkpoints as they are."""
-        return dispensable(f"{self._root}: what is no longer needed", OSError, done="removed")
+        return dispensable(f"{self._root}: what is no longer needed", done="removed")
 
 
 def _tidy_up(path: Path) -> None:
     """Remove a checkpoint that is not needed; if that fails, the next checkpoint tries it again."""
-    with dispensable(str(path), OSError, done="removed"):
+    with dispensable(str(path), done="removed"):
         remove_checkpoint(path)
 
 

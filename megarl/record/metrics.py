@@ -144,23 +144,27 @@ class JsonlSink:
         append_lines(self._file, [asdict(record)])
 
     def close(self, _outcome: RunOutcome | None = None) -> None:
-        self._file.close()
+        # Every line of it is on the disk.
+        with dispensable(self._file.name, done="closed"):
+            self._file.close()
 
 
 class WarningsSink:
     """A file with the warnings that this process has printed, one JSON object each, under the step of a record."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._num_written = open_lines(path), 0
+        self._path, self._num_written = path, 0
+        with dispensable(str(path)):
+            open_lines(path).close()
 
     def write(self, record: MetricsRecord) -> None:
         if new := warnings[self._num_written :]:
-            with dispensable(self._file.name):
-                append_lines(self._file, [{"step": record.step, "text": text} for text in new])
+            with dispensable(str(self._path)), open_lines(self._path) as file:
+                append_lines(file, [{"step": record.step, "text": text} for text in new])
                 self._num_written += len(new)
 
     def close(self, _outcome: RunOutcome | None = None) -> None:
-        self._file.close()
+        """Do nothing: each write closes the file."""
 
 
 class TensorBoardSink:

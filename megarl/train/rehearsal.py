@@ -131,7 +131,7 @@ def _passed(trial: Trial, *, afresh: bool) -> dict[str, Schemas]:
     found = try_out(trial)
     if found.mistakes:
         raise ConfigError(found.mistakes[0])
-    with dispensable("the note of a trial", OSError), replacing(cache) as file:
+    with dispensable("the note of a trial"), replacing(cache) as file:
         file.write_text(json.dumps({"files": found.files, "tools": found.tools}), encoding="utf-8")
     return found.tools
 

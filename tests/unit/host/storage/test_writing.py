@@ -8,12 +8,15 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megarl.config.schema import Config, LoggingConfig, RunConfig
 from megarl.errors import RunError, StorageError
 from megarl.host import writing as module
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors, outcome_of
@@ -23,9 +26,13 @@ from megarl.host.temp_dir import RAY_DIRECTORY, make_temp_dir
 from megarl.host.writing import dispensable, replacing, writing
 from megarl.launch.status import Heartbeat
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, TensorBoardSink, WarningsSink
+from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, Stage, TensorBoardSink, WarningsSink
+from megarl.record.recorder import RunRecorder
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.rewards.llm.cache import AnswerCache
+from megarl.run.start import _reported
+from megarl.types import FinishReason, Prompt, Sample, prompt_segment
+from megarl.types.judged import FinishedSample, Trouble
 
 LIMIT = 4096
 
@@ -229,6 +236,150 @@ def test_a_cache_on_a_full_storage_saves_nothing_and_ends_nothing(
     assert cache.get(keys[-1]) is None
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: the cache {path} cannot be used, and the run goes on without: ")
+
+
+class Refusing:
+    """A storage that refuses everything below a directory at one moment: as files are opened, written, closed or
+    renamed.
+    """
+
+    def __init__(self, root: Path, moment: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root, self._moment, self._code = str(root), moment, code
+        self.num_refused, open_file = 0, io.open
+
+        class File(io.FileIO):
+            def write(inner, data: Any) -> int:  # noqa: N805
+                self.meet("write", inner.name)
+                return super().write(data)
+
+            def close(inner) -> None:  # noqa: N805
+                was_open = not inner.closed
+                super().close()
+                if was_open:
+                    self.meet("close", inner.name)
+
+        def opened(path: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, *more: Any) -> Any:
+            if not any(letter in mode for letter in "wax+") or not self._is_below(path):
+                return open_file(path, mode, buffering, encoding, *more)
+            self.meet("open", path)
+            raw: Any = File(path, mode.replace("b", "").replace("t", ""))
+            raw = raw if buffering == 0 else io.BufferedWriter(raw)
+            return raw if "b" in mode else io.TextIOWrapper(raw, encoding)
+
+        monkeypatch.setattr(io, "open", opened)
+        monkeypatch.setattr("builtins.open", opened)
+        for name in ("replace", "rename"):
+            rename = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda a, b, rename=rename: (self.meet("rename", b), rename(a, b)))
+
+    def _is_below(self, path: Any) -> bool:
+        return not isinstance(path, int) and os.fsdecode(path).startswith(self._root)
+
+    def meet(self, moment: str, path: Any) -> None:
+        if moment == self._moment and self._is_below(path):
+            self.num_refused += 1
+            raise OSError(self._code, os.strerror(self._code), str(path))
+
+
+def small_run(root: Path) -> RunRecorder:
+    settings = replace(Config(), run=RunConfig(name="run", dir=str(root)), logging=LoggingConfig(tensorboard=False))
+    return RunRecorder(settings)
+
+
+def one_trouble() -> Trouble:
+    prompt = Prompt(uid="0", token_ids=(1,), data_source="x", ground_truth="1")
+    sample = Sample(uid="0", sample_index=0, seed=0, segments=(prompt_segment((1,)),), finish_reason=FinishReason.STOP)
+    item = FinishedSample(prompt=prompt, sample=sample, prompt_text="", response="")
+    return Trouble(item=item, outcome="unanswered", reason="")
+
+
+def keep_a_status(run: RunRecorder) -> None:
+    with Heartbeat(run.paths.status, "train", lambda: None):
+        pass
+
+
+def keep_warnings(run: RunRecorder) -> None:
+    from megarl.record.metrics import warnings
+
+    sink = WarningsSink(run.paths.warnings)
+    warnings.append("once more")
+    sink.write(MetricsRecord(step=1, time_s=1.0, metrics={"a": 1.0}))
+    sink.close()
+
+
+def keep_tensorboard(run: RunRecorder) -> None:
+    sink = TensorBoardSink(run.paths.tensorboard)
+    sink.write(MetricsRecord(step=1, time_s=1.0, metrics={"a": 1.0}))
+    sink.close(outcome_of(None))
+
+
+def keep_logs(run: RunRecorder) -> None:
+    directory = make_temp_dir("0000abce")
+    logs = directory / RAY_DIRECTORY / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.err").write_text("x")
+    try:
+        keep_worker_logs(RunScope(run_id="0000abce"), run.paths.logs)
+    finally:
+        shutil.rmtree(directory)
+
+
+# What is only for the record, and the moments at which it meets a storage.
+RECORDS: dict[str, tuple[Callable[[RunRecorder], object], tuple[str, ...]]] = {
+    "status": (keep_a_status, ("open", "write", "close", "rename")),
+    "timeline": (lambda run: run.timeline(1, [Stage("step", 0.0, 1.0)], {}), ("open", "write", "close")),
+    "problems": (lambda run: run.problems(1, [one_trouble()]), ("open", "write", "close")),
+    "warnings": (keep_warnings, ("open", "write", "close")),
+    "TensorBoard": (keep_tensorboard, ("open", "write", "close")),
+    "logs": (keep_logs, ("open", "close")),
+    "report": (_reported, ("open", "write", "close", "rename")),
+}
+REFUSALS = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOTDIR)
+FACED = [(name, moment, code) for name, (_, moments) in RECORDS.items() for moment in moments for code in REFUSALS]
+# Each record meets each refusal and each moment at least once, together.
+FACED_BY_DEFAULT = {
+    ("status", "rename", errno.EIO),
+    ("timeline", "close", errno.EIO),
+    ("problems", "open", errno.ENOTDIR),
+}
+FACED_BY_DEFAULT |= {
+    ("warnings", "close", errno.ENOSPC),
+    ("TensorBoard", "open", errno.EROFS),
+    ("logs", "open", errno.ENOSPC),
+}
+FACED_BY_DEFAULT |= {("report", "rename", errno.EROFS)}
+
+
+@pytest.mark.parametrize(
+    ("record", "moment", "code"),
+    [
+        pytest.param(
+            *case, marks=[] if case in FACED_BY_DEFAULT else pytest.mark.long, id=f"{case[0]}-{case[1]}-{case[2]}"
+        )
+        for case in FACED
+    ],
+)
+def test_what_is_only_for_the_record_ends_no_run(
+    record: str,
+    moment: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Disks that are full, read-only or broken, and directories in whose place a file is."""
+    run = small_run(tmp_path)
+    with run.metrics() as log:
+        log.log(1, {"actor/loss": 0.5})
+    capsys.readouterr()
+    with monkeypatch.context() as faulty:
+        storage = Refusing(run.paths.root, moment, code, faulty)
+        RECORDS[record][0](run)
+    assert storage.num_refused > 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(said) == 1
+    assert os.strerror(code) in said[0]
+    assert str(run.paths.root) in said[0]
 
 
 @pytest.mark.parametrize("moment", ["open", "write", "close"])
