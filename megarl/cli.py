@@ -22,6 +22,7 @@ from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
+from megarl.run.bisect import add_bisect
 from megarl.run.check_plugin import add_check_plugin
 from megarl.run.doctor import add_doctor
 from megarl.run.evaluation.cli import add_evaluation
@@ -76,7 +77,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys.add_argument("--search", required=True, metavar="WORDS", help="what names or meanings have to contain")
     keys.set_defaults(run=_search)
     add_slurm(commands, parse, tuple(TRAININGS), lambda run: import_module("megarl.forecast.step").planned_stop(run))
-    for add in (_add_serve_reward, add_check_plugin, add_doctor, _add_views):
+    for add in (_add_serve_reward, add_check_plugin, add_doctor, add_bisect, _add_views):
         add(commands)
     for point in entry_points(group="megarl.commands"):
         point.load()(commands)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.cluster.actors import RankActor
 from megarl.cluster.processes import wait_all
@@ -27,6 +28,11 @@ from megarl.types.messages import (
     UpdateRequest,
     UpdateResult,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.types.passes import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,14 @@ class RoleWorkers:
             for name, arrays in result.quantities.items() if result is not None else ():
                 merged.setdefault(name, {}).update(arrays)
         return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
+
+    def tell(self, row: Row, temperature: float) -> "dict[Place, torch.Tensor]":
+        """Return the tensors of the actor's pass over a row; the layout has one replica. See `megarl bisect`."""
+        calls = [p.call(RankWorker.tell, row, temperature) for p in self._group(Role.ACTOR).processes]
+        told: dict[Place, torch.Tensor] = {}
+        for part in self._wait(calls, doing="recording a pass"):
+            told |= part
+        return told
 
     def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
         """Take one optimizer step of `request.role` on a mini-batch."""

@@ -50,7 +50,7 @@ def run_schedule(
     teacher: computes each micro-batch too. beside: a further model that packs have to suit.
     """
     same_packs = [] if teacher is None or teacher.taught is not None else [teacher.model]
-    models = [_unwrap(chunks[0]), *same_packs, *([beside] if beside else [])]
+    models = [unwrapped(chunks[0]), *same_packs, *([beside] if beside else [])]
     model = models[0]
     layout, device = model.layout, platform().device()
     started = itertools.count(1)
@@ -63,7 +63,7 @@ def run_schedule(
         answer = chunk(pack, request, gradients, None if teacher is None else teacher.logits(pack, indices))
         # With experts, Megatron reads the `device` of the output, so it must be a tensor.
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
-        return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
+        return passed, lambda _, **__: on_output(unwrapped(chunk), pack, indices, answer)
 
     between_stages: dict[str, object] = {}
     alignment, shares = alignment_of(models), all(each.shares_prefixes for each in models)
@@ -88,7 +88,8 @@ def run_schedule(
     tell_stage("")
 
 
-def _unwrap(chunk: torch.nn.Module) -> PackedModel:
+def unwrapped(chunk: torch.nn.Module) -> PackedModel:
+    """Return a model chunk without what accumulates its gradients."""
     policy = chunk if isinstance(chunk, PackedModel) else chunk.module
     assert isinstance(policy, PackedModel)
     return policy

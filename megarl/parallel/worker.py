@@ -17,7 +17,7 @@ from megarl.config.schema import LayoutConfig
 from megarl.errors import StorageError
 from megarl.host.writing import writing
 from megarl.parallel.communicators import Communicators
-from megarl.types import Rows
+from megarl.types import Row, Rows
 from megarl.types.messages import (
     AccumulateRequest,
     ForwardRequest,
@@ -32,9 +32,12 @@ from megarl.types.messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from megarl.parallel.roles import LoadedRole
     from megarl.parallel.teacher import TeacherBeside
     from megarl.sync.transport.transports import ProcessPlan
+    from megarl.types.passes import Place
     from megarl.weights.boxes import Boxes
 
 
@@ -137,6 +140,24 @@ class RankWorker:
         with contextlib.nullcontext() if loaded.spec.has_memory else without_adapters(loaded.chunks):
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
+
+    def tell(self, row: Row, temperature: float) -> "dict[Place, torch.Tensor]":
+        """Compute a row's log-probs, and return the tensors of the pass; ranks other than a stage's first have none."""
+        import torch
+
+        from megarl.parallel.passes import forward_rows, unwrapped
+        from megarl.parallel.telling import gathered, telling
+        from megarl.types.passes import Place, Stage, Teller
+
+        loaded, teller = self._role(Role.ACTOR, Part.PARAMS), Teller()
+        chunks = [unwrapped(chunk) for chunk in loaded.chunks]
+        head = loaded.head_request(temperature=temperature)
+        with telling(chunks, teller):
+            result = forward_rows(loaded.chunks, [row], [[0]], head, role=Role.ACTOR, step=0)
+        values = gathered(teller, chunks[0], row.num_tokens)
+        for logprobs in result.quantities.get("logprobs", {}).values():
+            values[Place(Stage.LOGPROBS)] = torch.from_numpy(logprobs)
+        return values if self.layout.tp_group.rank() == 0 else {}
 
     def accumulate(
         self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: AccumulateRequest, *, is_last: bool = False

@@ -32,6 +32,7 @@ from megarl.sync.transport.ends import BridgeReceiver
 from megarl.sync.transport.routed import RoutedReceiver
 from megarl.sync.transport.transports import ProcessPlan
 from megarl.weights.adapter_files import PREFIX
+from megarl.weights.families import read_model_spec
 from megarl.weights.slices import checksum
 from megarl.weights.towers import is_trained
 
@@ -101,6 +102,18 @@ class WeightReceiver:
             # Otherwise the other processes would go on waiting for this worker.
             self.bridge_wire.close()
             raise WeightSyncError(f"the transfer ended early: {error}") from error
+
+    def start_telling(self) -> None:
+        """Record what the layers compute from now on; see `megarl bisect`."""
+        from megarl.rollout.telling import ModelHooks
+
+        worker: Any = self
+        spec = read_model_spec(worker.vllm_config.model_config.model)
+        self.model_hooks = ModelHooks(worker.model_runner.model, spec)
+
+    def stop_telling(self) -> bytes:
+        """Return what the layers have computed since `start_telling`, pickled."""
+        return pickle.dumps(self.model_hooks.close().values())
 
     def reseed(self) -> int:
         """Seed the generators of unfinished requests anew (see `span_seed`), and return these requests' tokens so far.

@@ -116,6 +116,7 @@ class MismatchGate:
             raise MismatchError(
                 f"the engine's log-probs differ from the trainer's by {measured:.2e} nats on average before the first "
                 f"update, the limit is {self.limit:.0e} (trainer.mismatch_gate_nats); check that both use the same "
-                f"weights, dtype and temperature (sync.verify=true compares every tensor)"
+                f"weights, dtype and temperature (`megarl bisect RUN` names the tensor and the cause, sync.verify=true "
+                f"compares every tensor)"
             )
         self.passed = sums.num_tokens > 0

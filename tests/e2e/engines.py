@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.generation import Sampling
@@ -15,7 +16,9 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.stepping import EngineWork
+from megarl.rollout.telling import tell_pass
 from megarl.types import FloatArray
+from megarl.types.passes import Place
 from megarl.weights.safetensors_map import map_model
 from tests.helpers.rank_pool import RankContext
 
@@ -77,6 +80,12 @@ def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> Non
 
     with patch.object(engine.llm, "collective_rpc", without_wire):
         engine.receive_over_bridge(0, version=version, with_checksums=False, scales={})
+
+
+def told(_: RankContext, spec: EngineSpec, token_ids: Sequence[int]) -> list[dict[Place, torch.Tensor]]:
+    """What a new engine tells of a sequence for `megarl bisect`."""
+    with running(spec) as engine:
+        return tell_pass(engine, token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,13 +319,14 @@ def make_model(
     tied: bool,
     dtype: str = "float32",
     max_shard_size: str | int = "50GB",
+    seed: int = 0,
     **changes: Any,
 ) -> Path:
     """Random weights on which nothing is trivially 0 or 1: biases of deviation 1, norms that scale by [0.5, 2]."""
     described = MODELS[name]
     config = getattr(transformers, described.config)(**{**SIZES, **described.keys, **changes}, tie_word_embeddings=tied)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in hf.named_parameters():
             random = torch.randn(parameter.shape, generator=generator)

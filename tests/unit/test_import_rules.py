@@ -45,7 +45,7 @@ FLOORS = (
     ("report", "launch", "cluster"),
     ("rewards", "record", "rollout", "parallel"),
     ("environments",),
-    ("data", "sync"),
+    ("data", "sync", "bisect"),
     ("algos", "weights", "vision"),
     ("types",),
     ("config", "doctor"),
@@ -99,6 +99,8 @@ MOST_LINES = {
     # heads, for which config, rollout, train and types rose by 165 lines, and parallel by 70. 100 for what the policy
     # learns of its environments' replies, and ln Z of groups.
     "algos": 9430,
+    # What `megarl bisect` compares, computes and names.
+    "bisect": 1010,
     "cli": 1850,
     "cluster": 5480,
     # 195 for targets of plans and the table of what works on them, 13 for `recompute: auto`, 34 for

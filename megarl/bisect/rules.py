@@ -1,0 +1,283 @@
+"""Say by which operation each tensor of a pass follows from those before it, by a model's config.json and weights."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megarl.bisect.operations import ACTIVATIONS, Add, Attend, Embed, GateUp, Head, Linear, Norm, Operation, Turn
+from megarl.types.passes import Place, Stage, Told, merged
+from megarl.weights.families import ModelSpec, PlacedRule, read_model_spec
+from megarl.weights.rope import PlainYarnRope, YarnRope
+from megarl.weights.rules import Partition
+from megarl.weights.safetensors_headers import model_files
+from megarl.weights.safetensors_map import map_model
+
+_ATTENTION = "decoder.layers.{}.self_attention."
+_LAYER, _QKV, _UP = "decoder.layers.{}.", f"{_ATTENTION}linear_qkv.weight", "decoder.layers.{}.mlp.linear_fc1.weight"
+# The parameter with which a stage is computed, and which of its tensors.
+_PARAMETERS = {
+    Stage.EMBEDDING: ("embedding.word_embeddings.weight", 0),
+    Stage.ATTENTION_INPUT: (f"{_LAYER}input_layernorm.weight", 0),
+    Stage.QUERY: (_QKV, 0),
+    Stage.KEY: (_QKV, 1),
+    Stage.VALUE: (_QKV, 2),
+    Stage.QUERY_NORMED: (f"{_ATTENTION}q_layernorm.weight", 0),
+    Stage.KEY_NORMED: (f"{_ATTENTION}k_layernorm.weight", 0),
+    Stage.ATTENDED: (f"{_ATTENTION}core_attention.softmax_offset", 0),
+    Stage.ATTENTION_OUTPUT: (f"{_ATTENTION}linear_proj.weight", 0),
+    Stage.STREAM: (f"{_LAYER}self_attn_bda.weight", 0),
+    Stage.MLP_INPUT: (f"{_LAYER}pre_mlp_layernorm.weight", 0),
+    Stage.MLP_HIDDEN: (_UP, 0),
+    Stage.MLP_OUTPUT: (f"{_LAYER}mlp.linear_fc2.weight", 0),
+    Stage.OUTPUT: (f"{_LAYER}mlp_bda.weight", 0),
+    Stage.FINAL_NORM: ("decoder.final_layernorm.weight", 0),
+    Stage.LOGPROBS: ("output_layer.weight", 0),
+    Stage.SAMPLED: ("output_layer.weight", 0),
+}
+_UNKNOWN = {Partition.GATE_UP_IN_TURNS, Partition.TRANSPOSED_COLUMNS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The tensors of a model by Hugging Face's names. layer: take those of this layer in the place of any other."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, torch.Tensor]
+    rules: Mapping[str, PlacedRule]
+    layer: int | None = None
+
+    @classmethod
+    def read(cls, directory: Path) -> "Weights":
+        spec = read_model_spec(directory)
+        return cls(spec=spec, tensors=map_model(model_files(directory)), rules=spec.parameter_rules())
+
+    def parts(self, parameter: str, layer: int | None = None) -> list[torch.Tensor]:
+        """Return the tensors of one of Megatron's parameters; none if the model does not have it."""
+        placed = self.rules.get(parameter.format(layer if self.layer is None else self.layer))
+        if placed is None or placed.rule.partition in _UNKNOWN or any(t.of_expert for t in placed.rule.tensors):
+            return []
+        found, rows = list[torch.Tensor](), dict[str, int]()
+        for tensor in placed.rule.tensors:
+            copied = placed.rule.tied_to if self.spec.is_copy(placed.rule) else None
+            size, first = self.spec.dims.dim(tensor.shape[0]), rows.get(tensor.name, 0)
+            found.append(self.tensors[copied or placed.name(tensor.name)][first : first + size])
+            rows[tensor.name] = first + size
+        return found
+
+    def one(self, stage: Stage, layer: int | None = None) -> torch.Tensor | None:
+        """Return the tensor with which a stage is computed; None if it has none."""
+        parameter, part = _PARAMETERS[stage]
+        parts = self.parts(parameter, layer)
+        return parts[part] if parts else None
+
+    def name(self, place: Place) -> str:
+        """Return the name of the tensor with which a stage is computed."""
+        parameter, part = _PARAMETERS.get(place.stage, ("", 0))
+        placed = self.rules.get(parameter.format(place.layer))
+        return "" if placed is None else placed.name(placed.rule.tensors[part].name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The rules by which one side's tensors follow from each other. YaRN's factor is in scores, as in the trainer."""
+
+    weights: Weights
+    told: Told
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.weights.spec
+
+    def operation(self, place: Place) -> Operation | None:
+        """Return what computes a tensor; None if it is not known, or needs tensors that were not told."""
+        make = _OPERATIONS.get(place.stage)
+        return None if make is None else make(self, place.layer)
+
+    def value(self, stage: Stage, layer: int | None = None) -> torch.Tensor | None:
+        """Return a tensor as it was told, or else as it follows from others; None if it does not."""
+        told = self.told.values.get(Place(stage, layer))
+        if told is None and (operation := self.operation(Place(stage, layer))) is not None:
+            told = operation.compute()
+        return told
+
+    def stream(self, layer: int) -> torch.Tensor | None:
+        """Return the residual stream with which a layer begins."""
+        return self.value(Stage.OUTPUT, layer - 1) if layer else self.value(Stage.EMBEDDING)
+
+    def norm(self, stage: Stage, x: torch.Tensor, layer: int | None = None, *, wide: bool = False) -> Norm:
+        weight, adds_one = self.weights.one(stage, layer), self.spec.family.norms_add_one
+        return Norm(x=x, weight=weight, eps=self.spec.norm_eps, adds_one=adds_one, wide=wide)
+
+
+def frequencies(spec: ModelSpec, layer: int) -> torch.Tensor:
+    """Return by how much each pair of a head's dimensions turns from a position to the next, in a layer."""
+    assert not isinstance(spec.rope_scaling, YarnRope)
+    size = round(spec.dims.head_dim * spec.dims.rotary_fraction)
+    exponents = torch.arange(0, size, 2).float() / size
+    if spec.local_rope is not None and spec.local_rope.layers[layer]:
+        return 1.0 / spec.local_rope.theta**exponents
+    return spec.rope_scaling.scale(1.0 / spec.rope_theta**exponents)
+
+
+def merged_told(
+    spec: ModelSpec, parts: Iterable[Mapping[Place, torch.Tensor]], num_tokens: int, *, scales_turned: bool = False
+) -> dict[Place, torch.Tensor]:
+    """Put together what ranks told. scales_turned: turned queries and keys have YaRN's factor, as in engines."""
+    values = merged(parts, num_heads=spec.dims.num_heads, num_kv_heads=spec.dims.num_kv_heads, num_tokens=num_tokens)
+    if not (scales_turned and isinstance(spec.rope_scaling, PlainYarnRope)):
+        return values
+    for place, value in values.items():
+        is_local = place.layer is not None and spec.attention_of(place.layer).local_rope
+        if place.stage in (Stage.QUERY_TURNED, Stage.KEY_TURNED) and not is_local:
+            values[place] = value / spec.rope_scaling.score_factor**0.5
+    return values
+
+
+def _embed(rules: Rules, _: int | None) -> Operation | None:
+    weight = rules.weights.one(Stage.EMBEDDING)
+    ids = torch.from_numpy(rules.told.token_ids).long()
+    return None if weight is None else Embed(ids=ids, weight=weight, factor=rules.spec.multipliers.embedding)
+
+
+def _attention_input(rules: Rules, layer: int) -> Operation | None:
+    x = rules.stream(layer)
+    return None if x is None else rules.norm(Stage.ATTENTION_INPUT, x, layer)
+
+
+def _projected(stage: Stage) -> Callable[[Rules, int], Operation | None]:
+    def make(rules: Rules, layer: int) -> Operation | None:
+        dims, (name, part) = rules.spec.dims, _PARAMETERS[stage]
+        biases = rules.weights.parts(name.replace("weight", "bias"), layer)
+        x, weight = rules.value(Stage.ATTENTION_INPUT, layer), rules.weights.one(stage, layer)
+        if x is None or weight is None:
+            return None
+        if dims.gated and stage is Stage.QUERY:
+            weight = weight.view(-1, 2, dims.head_dim, dims.hidden)[:, 0].flatten(0, 1)
+        return Linear(x=x, weight=weight, bias=biases[part] if biases else None, head_dim=dims.head_dim)
+
+    return make
+
+
+def _normed(stage: Stage, source: Stage, *, wide: bool = False) -> Callable[[Rules, int | None], Operation | None]:
+    def make(rules: Rules, layer: int | None) -> Operation | None:
+        x = rules.value(source, layer)
+        return None if x is None else rules.norm(stage, x, layer, wide=wide and rules.spec.family.wide_qk_norm)
+
+    return make
+
+
+def _turned(source: Stage) -> Callable[[Rules, int], Operation | None]:
+    def make(rules: Rules, layer: int) -> Operation | None:
+        x = rules.value(source, layer)
+        return None if x is None else Turn(x=x, frequencies=frequencies(rules.spec, layer))
+
+    return make
+
+
+def _attend(rules: Rules, layer: int) -> Operation | None:
+    query, key, value = (rules.value(s, layer) for s in (Stage.QUERY_TURNED, Stage.KEY_TURNED, Stage.VALUE))
+    if query is None or key is None or value is None:
+        return None
+    options, spec = rules.spec.attention_of(layer), rules.spec
+    scale = options.softmax_scale if options.local_rope else spec.softmax_scale
+    return Attend(
+        query=query,
+        key=key,
+        value=value,
+        scale=scale or spec.dims.head_dim**-0.5,
+        window=options.window,
+        cap=options.score_cap,
+        sinks=rules.weights.one(Stage.ATTENDED, layer) if options.sinks else None,
+    )
+
+
+def _attention_output(rules: Rules, layer: int) -> Operation | None:
+    dims, name = rules.spec.dims, _PARAMETERS[Stage.ATTENTION_OUTPUT][0]
+    weight, x = rules.weights.one(Stage.ATTENTION_OUTPUT, layer), rules.value(Stage.ATTENDED, layer)
+    if weight is None or x is None:
+        return None
+    if dims.gated:
+        both, before = rules.weights.one(Stage.QUERY, layer), rules.value(Stage.ATTENTION_INPUT, layer)
+        assert both is not None
+        assert before is not None
+        gate = both.view(-1, 2, dims.head_dim, dims.hidden)[:, 1].flatten(0, 1)
+        x = x * Linear(x=before, weight=gate, bias=None, head_dim=dims.head_dim).compute().sigmoid()
+    bias = next(iter(rules.weights.parts(name.replace("weight", "bias"), layer)), None)
+    return Linear(x=x, weight=weight, bias=bias)
+
+
+def _gate_up(rules: Rules, layer: int) -> Operation | None:
+    parts, x = rules.weights.parts(_UP, layer), rules.value(Stage.MLP_INPUT, layer)
+    activation = rules.spec.family.activation
+    if x is None or len(parts) != 2 or activation not in ACTIVATIONS:
+        return None
+    return GateUp(x=x, gate=parts[0], up=parts[1], activation=activation)
+
+
+def _mlp_output(rules: Rules, layer: int) -> Operation | None:
+    weight, x = rules.weights.one(Stage.MLP_OUTPUT, layer), rules.value(Stage.MLP_HIDDEN, layer)
+    return None if weight is None or x is None else Linear(x=x, weight=weight, bias=None)
+
+
+def _added(stage: Stage, source: Stage) -> Callable[[Rules, int], Operation | None]:
+    def make(rules: Rules, layer: int) -> Operation | None:
+        x = rules.value(source, layer)
+        residual = rules.stream(layer) if stage is Stage.STREAM else rules.value(Stage.STREAM, layer)
+        if x is None or residual is None:
+            return None
+        norm = rules.norm(stage, x, layer)
+        return Add(residual=residual, x=x, multiplier=rules.spec.multipliers.residual, norm=norm)
+
+    return make
+
+
+def _final_norm(rules: Rules, _: int | None) -> Operation | None:
+    x = rules.stream(rules.spec.dims.num_layers)
+    return None if x is None else rules.norm(Stage.FINAL_NORM, x)
+
+
+def _head(rules: Rules, _: int | None) -> Operation | None:
+    weight, hidden = rules.weights.one(Stage.LOGPROBS), rules.value(Stage.FINAL_NORM)
+    if weight is None or hidden is None:
+        return None
+    return Head(
+        hidden=hidden[:-1],
+        ids=torch.from_numpy(rules.told.token_ids[1:]).long(),
+        weight=weight,
+        temperature=rules.told.temperature,
+        cap=rules.spec.logit_cap,
+        divisor=rules.spec.multipliers.logits_divisor,
+    )
+
+
+def _sampled(rules: Rules, _: int | None) -> Operation | None:
+    head, sampled = _head(rules, None), rules.told.values.get(Place(Stage.SAMPLED))
+    if sampled is None or not isinstance(head, Head):
+        return None
+    n = len(sampled)
+    return replace(head, hidden=head.hidden[-n:], ids=head.ids[-n:], temperature=rules.told.sampled_at)
+
+
+_OPERATIONS: dict[Stage, Callable[..., Operation | None]] = {
+    Stage.EMBEDDING: _embed,
+    Stage.ATTENTION_INPUT: _attention_input,
+    Stage.QUERY: _projected(Stage.QUERY),
+    Stage.KEY: _projected(Stage.KEY),
+    Stage.VALUE: _projected(Stage.VALUE),
+    Stage.QUERY_NORMED: _normed(Stage.QUERY_NORMED, Stage.QUERY, wide=True),
+    Stage.KEY_NORMED: _normed(Stage.KEY_NORMED, Stage.KEY, wide=True),
+    Stage.QUERY_TURNED: _turned(Stage.QUERY_NORMED),
+    Stage.KEY_TURNED: _turned(Stage.KEY_NORMED),
+    Stage.ATTENDED: _attend,
+    Stage.ATTENTION_OUTPUT: _attention_output,
+    Stage.STREAM: _added(Stage.STREAM, Stage.ATTENTION_OUTPUT),
+    Stage.MLP_INPUT: _normed(Stage.MLP_INPUT, Stage.STREAM),
+    Stage.MLP_HIDDEN: _gate_up,
+    Stage.MLP_OUTPUT: _mlp_output,
+    Stage.OUTPUT: _added(Stage.OUTPUT, Stage.MLP_OUTPUT),
+    Stage.FINAL_NORM: _final_norm,
+    Stage.LOGPROBS: _head,
+    Stage.SAMPLED: _sampled,
+}

@@ -1,0 +1,69 @@
+"""Search the first tensor on which engine and trainer differ, and describe the difference in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.bisect.causes import find_cause
+from megarl.bisect.departure import Cause, Departure, distance
+from megarl.bisect.rules import Rules, Weights
+from megarl.types.passes import Place, Told, places
+
+# How far a tensor may be from what follows from those before it, as a share of its largest element.
+BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float8": 0.15}
+# The same between the two sides, whose errors add up over layers.
+_BETWEEN = 30
+ENGINE, TRAINER = "engine", "trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The first difference. side: who departs from the model's files; None if that is not known."""
+
+    place: Place
+    size: float
+    side: str | None
+    cause: Cause | None = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Return the finding in words."""
+        if self.side is None:
+            return (
+                f"{self.place}: engine and trainer differ by {self.size:.1e} of the largest element",
+                "cause: none is known, since no rule says what this tensor should be",
+            )
+        where = f"{self.place}: the {self.side} departs by {self.size:.1e} of the largest element"
+        if self.cause is None:
+            return where, "cause: none of those that are known explains it"
+        return where, f"cause: {self.cause.name}: {self.side}: {self.cause.words}"
+
+
+def search(
+    weights: Weights,
+    told: Mapping[str, Told],
+    *,
+    dtypes: Mapping[str, str],
+    older: Sequence[Weights] = (),
+) -> Finding | None:
+    """Return the first difference, or None. told, dtypes: by side. older: earlier versions of the weights."""
+    bounds = {side: BOUNDS[dtypes[side]] for side in told}
+    for place in places(weights.spec.dims.num_layers):
+        for side in (each for each in (TRAINER, ENGINE) if place in told[each].values):
+            rules = Rules(weights=weights, told=told[side])
+            if (operation := rules.operation(place)) is None:
+                continue
+            value = told[side].values[place]
+            if (size := distance(operation.compute(), value)) <= bounds[side]:
+                continue
+            earlier = [Rules(weights=each, told=told[side]) for each in older]
+            departure = Departure(
+                place=place, operation=operation, told=value, rules=rules, older=earlier, bound=bounds[side]
+            )
+            return Finding(place=place, size=size, side=side, cause=find_cause(departure))
+        engine, trainer = (told[side].values.get(place) for side in (ENGINE, TRAINER))
+        same_terms = told[ENGINE].temperature == told[TRAINER].temperature
+        if engine is not None and trainer is not None and same_terms:
+            size = distance(trainer, engine)
+            if size > _BETWEEN * max(bounds.values()):
+                return Finding(place=place, size=size, side=None)
+    return None

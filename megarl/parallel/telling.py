@@ -1,0 +1,108 @@
+"""Record the tensors of a rank's forward pass for `megarl bisect`, by hooks that leave the pass as it is."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megarl.parallel.model import PackedModel
+from megarl.types.passes import Place, Stage, Teller, merged
+
+
+@contextlib.contextmanager
+def telling(chunks: Sequence[PackedModel], teller: Teller) -> Iterator[None]:
+    """Record what the chunks of a rank compute while this context lasts."""
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            if chunk.pre_process:
+                stack.enter_context(_after(chunk.embedding, teller, Stage.EMBEDDING, None))
+            for layer in chunk.decoder.layers:
+                _tell_layer(stack, layer, teller, chunk)
+            if (norm := chunk.decoder.final_layernorm) is not None:
+                stack.enter_context(_after(norm, teller, Stage.FINAL_NORM, None))
+        yield
+
+
+def gathered(teller: Teller, chunk: PackedModel, num_tokens: int) -> dict[Place, torch.Tensor]:
+    """Return what the tensor-parallel ranks of a stage told, put together; each may have some of the tokens."""
+    group, values = chunk.layout.tp_group, teller.values()
+    parts: list[dict[Place, torch.Tensor]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(parts, values, group=group)
+    if chunk.config.sequence_parallel:
+        own = [place for place in values if place.stage in _SPLIT]
+        parts[0] |= {place: torch.cat([part[place] for part in parts]) for place in own}
+    dims = chunk.spec.dims
+    return merged(parts, num_heads=dims.num_heads, num_kv_heads=dims.num_kv_heads, num_tokens=num_tokens)
+
+
+# Under sequence parallelism, ranks have some of the tokens of these.
+_SPLIT = (
+    *(Stage.EMBEDDING, Stage.ATTENTION_INPUT, Stage.ATTENTION_OUTPUT, Stage.STREAM, Stage.MLP_INPUT, Stage.MLP_OUTPUT),
+    *(Stage.OUTPUT, Stage.FINAL_NORM),
+)
+
+
+def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Teller, chunk: PackedModel) -> None:
+    number, head_dim, attention = layer.layer_number - 1, chunk.spec.dims.head_dim, layer.self_attention
+
+    def before(module: torch.nn.Module, stage: Stage, size: int | None = None, argument: int = 0) -> None:
+        def tell(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
+            teller.tell(stage, number, arguments[argument].squeeze(1), size)
+
+        stack.enter_context(module.register_forward_pre_hook(tell))
+
+    # Transformer Engine's layers may have the norm inside of what follows it.
+    if not isinstance(layer.input_layernorm, IdentityOp) or not chunk.spec.family.norms_before:
+        before(attention, Stage.ATTENTION_INPUT)
+    if not isinstance(layer.pre_mlp_layernorm, IdentityOp) or not chunk.spec.family.norms_before:
+        before(layer.mlp, Stage.MLP_INPUT)
+    before(layer.pre_mlp_layernorm, Stage.STREAM)
+    stack.enter_context(_after(attention, teller, Stage.ATTENTION_OUTPUT, number))
+    stack.enter_context(_after(layer.mlp, teller, Stage.MLP_OUTPUT, number))
+    stack.enter_context(_after(layer, teller, Stage.OUTPUT, number, adds=False))
+    if (down := getattr(layer.mlp, "linear_fc2", None)) is not None:
+        before(down, Stage.MLP_HIDDEN)
+    if not isinstance(attention, SelfAttention):
+        return
+    stages = [Stage.QUERY, Stage.KEY, Stage.VALUE]
+    for i, norm in enumerate((attention.q_layernorm, attention.k_layernorm)):
+        if isinstance(norm, torch.nn.Module) and not isinstance(norm, IdentityOp):
+            before(norm, stages[i], head_dim)
+            stages[i] = (Stage.QUERY_NORMED, Stage.KEY_NORMED)[i]
+    for i, stage in enumerate((Stage.QUERY_TURNED, Stage.KEY_TURNED)):
+        before(attention.core_attention, stage, head_dim, i)
+    stack.enter_context(_after(attention.core_attention, teller, Stage.ATTENDED, number, size=head_dim))
+    compute = attention.get_query_key_value_tensors
+
+    def computed(*arguments: object, **named: object) -> object:
+        made = compute(*arguments, **named)
+        for stage, value in zip(stages, made, strict=False):
+            teller.tell(stage, number, value, head_dim)
+        return made
+
+    attention.get_query_key_value_tensors = computed
+    stack.callback(delattr, attention, "get_query_key_value_tensors")
+
+
+def _after(
+    module: torch.nn.Module,
+    teller: Teller,
+    stage: Stage,
+    layer: int | None,
+    *,
+    size: int | None = None,
+    adds: bool = True,
+) -> torch.utils.hooks.RemovableHandle:
+    """Record what a module returns. adds: with the bias that Megatron returns beside it."""
+
+    def tell(_: object, arguments: object, made: object) -> None:
+        value, *bias = made if isinstance(made, tuple) else (made,)
+        if adds and bias and bias[0] is not None:
+            value = value + bias[0]
+        teller.tell(stage, layer, value.squeeze(1), size)
+
+    return module.register_forward_hook(tell)

@@ -1,0 +1,123 @@
+"""Record the tensors of a pass inside vLLM's workers for `megarl bisect`, by hooks on its layers."""
+
+import contextlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megarl.rollout.engine import VllmEngine
+from megarl.types.passes import Place, Stage, Teller
+from megarl.weights.families import ModelSpec
+
+
+def tell_pass(engine: VllmEngine, token_ids: Sequence[int]) -> list[dict[Place, torch.Tensor]]:
+    """Return what each worker of an engine computes of a sequence, with the log-probs beside the first one's."""
+    engine.llm.collective_rpc("start_telling")
+    (logprobs,) = engine.prompt_logprobs([token_ids])
+    parts = [pickle.loads(part) for part in engine.llm.collective_rpc("stop_telling")]
+    parts[0][Place(Stage.LOGPROBS)] = torch.from_numpy(logprobs)
+    return parts
+
+
+_MLPS = ("mlp", "block_sparse_moe", "feed_forward", "moe")
+
+
+class ModelHooks:
+    """The hooks on a vLLM model, which record what its layers get and return until `close`."""
+
+    def __init__(self, model: torch.nn.Module, spec: ModelSpec) -> None:
+        self.teller, self._stack, self._spec = Teller(), contextlib.ExitStack(), spec
+        # Layers share the module that turns heads.
+        self._layer, self._turning = 0, set[torch.nn.Module]()
+        base: Any = next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList))
+        for number, layer in enumerate(base.layers):
+            if any(True for _ in layer.parameters()):
+                self._hook_layer(number, layer)
+        if isinstance(base.norm, torch.nn.Module):
+            self._after(base.norm, lambda made: self.teller.tell(Stage.FINAL_NORM, None, _first(made)))
+
+    def close(self) -> Teller:
+        """Remove the hooks, and return what they recorded."""
+        self._stack.close()
+        return self.teller
+
+    def _hook_layer(self, number: int, layer: Any) -> None:
+        tell, family, head_dim = self.teller.tell, self._spec.family, self._spec.dims.head_dim
+
+        def begin(*seen: object) -> None:
+            self._layer = number
+            if number == 0:
+                tell(Stage.EMBEDDING, None, _first(seen))
+
+        self._before(layer, begin)
+        self._after(layer, lambda made: tell(Stage.OUTPUT, number, _total(made)))
+        mlp = next(getattr(layer, name) for name in _MLPS if hasattr(layer, name))
+        self._before(mlp, lambda *seen: tell(Stage.MLP_INPUT, number, _first(seen)))
+        self._after(mlp, lambda made: tell(Stage.MLP_OUTPUT, number, _first(made)))
+        if hasattr(mlp, "down_proj"):
+            self._before(mlp.down_proj, lambda *seen: tell(Stage.MLP_HIDDEN, number, _first(seen)))
+        if family.norms_before:
+            norm = layer.pre_feedforward_layernorm if family.norms_after else layer.post_attention_layernorm
+            self._before(norm, lambda *seen: tell(Stage.STREAM, number, _total(seen)))
+        attention = next((getattr(layer, name) for name in ("self_attn", "attn") if hasattr(layer, name)), None)
+        if attention is None:
+            return
+        self._before(attention, lambda *seen: tell(Stage.ATTENTION_INPUT, number, _first(seen)))
+        self._after(attention, lambda made: made is None or tell(Stage.ATTENTION_OUTPUT, number, _first(made)))
+        # Only a worker has vLLM's layers.
+        from vllm.model_executor.layers.attention import Attention
+
+        core = next((m for m in attention.modules() if isinstance(m, Attention)), None)
+        if core is None:
+            return
+
+        def projected(made: object) -> None:
+            sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+            for stage, value in zip((Stage.QUERY, Stage.KEY, Stage.VALUE), _first(made).split(sizes, -1), strict=True):
+                tell(stage, number, value, head_dim)
+
+        def attended(*seen: object) -> None:
+            for stage, value in zip((Stage.QUERY_TURNED, Stage.KEY_TURNED), _tensors(seen), strict=False):
+                tell(stage, number, value, head_dim)
+
+        if hasattr(attention, "qkv_proj") and not self._spec.dims.gated:
+            self._after(attention.qkv_proj, projected)
+        self._before(core, attended)
+        self._after(core, lambda made: tell(Stage.ATTENDED, number, _first(made), head_dim))
+        turn = getattr(attention, "rotary_emb", None)
+        if turn is not None and (self._spec.dims.qk_norm or family.wide_qk_norm) and turn not in self._turning:
+            self._turning.add(turn)
+            self._before(turn, self._normed)
+
+    def _normed(self, *seen: object) -> None:
+        for stage, value in zip((Stage.QUERY_NORMED, Stage.KEY_NORMED), _tensors(seen), strict=False):
+            self.teller.tell(stage, self._layer, value, self._spec.dims.head_dim)
+
+    def _before(self, module: torch.nn.Module, tell: Callable[..., object]) -> None:
+        def hook(_: object, arguments: tuple[object, ...], named: dict[str, object]) -> None:
+            tell(*arguments, *named.values())
+
+        self._stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: torch.nn.Module, tell: Callable[[object], object]) -> None:
+        def hook(_: object, __: object, made: object) -> None:
+            tell(made)
+
+        self._stack.enter_context(module.register_forward_hook(hook))
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    """Return the tensors of numbers among arguments or results, such as hidden states; positions are not among them."""
+    several = values if isinstance(values, tuple) else (values,)
+    return [value for value in several if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _first(values: object) -> torch.Tensor:
+    return _tensors(values)[0]
+
+
+def _total(values: object) -> torch.Tensor:
+    """Add up hidden states and the residual stream, which vLLM adds to them only in the norm that follows."""
+    return torch.stack([value.float() for value in _tensors(values)]).sum(0)
