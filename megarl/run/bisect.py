@@ -111,7 +111,7 @@ def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) ->
     from megarl.train.export import export_model
     from megarl.types.messages import LoadRequest
 
-    role = replace(actor_role(config), trainable=False)
+    role = actor_role(config)
     derived = derive_run(config, [role], (), command="eval")
     weights = Weights.read(Path(config.model.path))
     with (

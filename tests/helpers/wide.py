@@ -58,6 +58,7 @@ WIDE = {
     "tests/e2e/test_algorithms.py::test_a_run_leaves_nothing": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[luffy": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[ppo_critic": _RUNS,
+    "tests/e2e/test_bisect.py": _RUNS,
     "tests/e2e/test_canary.py": _RUNS,
     "tests/e2e/test_eval.py": _RUNS,
     "tests/e2e/test_family_engines.py": _RUNS,
