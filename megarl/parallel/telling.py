@@ -10,7 +10,22 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.parallel.model import PackedModel
+from megarl.parallel.passes import forward_rows, unwrapped
+from megarl.parallel.roles import LoadedRole
+from megarl.types import Row
 from megarl.types.passes import Place, Stage, Teller, merged
+
+
+def tell_row(loaded: LoadedRole, row: Row, temperature: float) -> dict[Place, torch.Tensor]:
+    """Compute a row's log-probs, and return the tensors of the pass; a stage's first rank has them all."""
+    teller, chunks = Teller(), [unwrapped(chunk) for chunk in loaded.chunks]
+    head = loaded.head_request(temperature=temperature)
+    with telling(chunks, teller):
+        result = forward_rows(loaded.chunks, [row], [[0]], head, role=loaded.spec.role, step=0)
+    values = gathered(teller, chunks[0], row.num_tokens)
+    for logprobs in result.quantities.get("logprobs", {}).values():
+        values[Place(Stage.LOGPROBS)] = torch.from_numpy(logprobs)
+    return values if chunks[0].layout.tp_group.rank() == 0 else {}
 
 
 @contextlib.contextmanager

@@ -142,22 +142,10 @@ class RankWorker:
         return result if self.layout.reports else None
 
     def tell(self, row: Row, temperature: float) -> "dict[Place, torch.Tensor]":
-        """Compute a row's log-probs, and return the tensors of the pass; ranks other than a stage's first have none."""
-        import torch
+        """Return the tensors of the actor's pass over a row; see `tell_row`."""
+        from megarl.parallel.telling import tell_row
 
-        from megarl.parallel.passes import forward_rows, unwrapped
-        from megarl.parallel.telling import gathered, telling
-        from megarl.types.passes import Place, Stage, Teller
-
-        loaded, teller = self._role(Role.ACTOR, Part.PARAMS), Teller()
-        chunks = [unwrapped(chunk) for chunk in loaded.chunks]
-        head = loaded.head_request(temperature=temperature)
-        with telling(chunks, teller):
-            result = forward_rows(loaded.chunks, [row], [[0]], head, role=Role.ACTOR, step=0)
-        values = gathered(teller, chunks[0], row.num_tokens)
-        for logprobs in result.quantities.get("logprobs", {}).values():
-            values[Place(Stage.LOGPROBS)] = torch.from_numpy(logprobs)
-        return values if self.layout.tp_group.rank() == 0 else {}
+        return tell_row(self._role(Role.ACTOR, Part.PARAMS), row, temperature)
 
     def accumulate(
         self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: AccumulateRequest, *, is_last: bool = False
