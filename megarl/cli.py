@@ -153,6 +153,13 @@ def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     curve.add_argument("--min-gain", type=float, default=0.01, metavar="X", help="what twice the samples have to gain")
     curve.add_argument("--out", type=Path, metavar="FILE", help="picture; default: learning_curve.png in the first run")
     curve.set_defaults(run=_learning_curve)
+    step = commands.add_parser(
+        "explain-step", help="say what a step learned from, what was taken away, what limited it"
+    )
+    step.add_argument("run_dir", type=Path, metavar="RUN", help="the run's directory")
+    step.add_argument("step", type=int, metavar="N", help="the training step")
+    step.add_argument("--out", type=Path, metavar="FILE", help="picture to write; default: RUN/step_N.png")
+    step.set_defaults(run=_explain_step)
     trace = commands.add_parser("trace", help="write when trainer and engines worked, for ui.perfetto.dev")
     trace.add_argument("run_dir", type=Path, help="the run's directory")
     trace.add_argument("--out", type=Path, metavar="FILE", help="trace to write; default: RUN/trace.json")
@@ -335,6 +342,19 @@ def _learning_curve(arguments: argparse.Namespace) -> None:
     out = arguments.out or arguments.runs[0] / "learning_curve.png"
     options = {name: getattr(arguments, name) for name in ("greedy", "until", "min_gain")}
     print_lines(*write_learning_curves(load_runs(arguments.runs), out, **options), f"wrote {out}")
+
+
+def _explain_step(arguments: argparse.Namespace) -> None:
+    from megarl.record.metrics import RunPaths
+    from megarl.report.run import load_runs
+    from megarl.report.step import explain_step, to_text
+    from megarl.report.step_figure import write_step_png
+
+    (run,) = load_runs([arguments.run_dir])
+    explained = explain_step(run, RunPaths(arguments.run_dir), arguments.step)
+    out = arguments.out or arguments.run_dir / f"step_{arguments.step}.png"
+    write_step_png(explained, out)
+    print_lines(*to_text(explained), f"wrote {out}")
 
 
 def _trace(arguments: argparse.Namespace) -> None:

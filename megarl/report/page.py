@@ -12,6 +12,8 @@ from megarl.report.html import render_html
 from megarl.report.problems import problem_groups, problem_shares
 from megarl.report.rollouts import Verdicts
 from megarl.report.run import Run
+from megarl.report.step import StepExplanation, explain
+from megarl.report.step_figure import step_svg
 from megarl.report.style import PALETTE
 from megarl.report.summary import (
     GREEDY,
@@ -92,6 +94,7 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
     run = runs[0]
     settings = dict(flatten(run.config))
     windows = timeline_windows(run.timeline)
+    explained = last_explained(run)
     return render_html(
         PAGE,
         title=f"{run.label} · megarl report",
@@ -106,6 +109,8 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
         scores=score_rows(run),
         figures=[PageFigure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
         timeline=Markup(timeline_svg(windows)) if windows else None,
+        explained=explained,
+        step_figure=None if explained is None else Markup(step_svg(explained)),
         rollouts=rollout_rows(verdicts),
         num_samples=sum(each.num_samples for each in verdicts),
         problem_shares=problem_shares(run),
@@ -115,6 +120,14 @@ def render_page(runs: Sequence[Run], verdicts: Sequence[Verdicts]) -> str:
         versions=run.versions,
         metrics=metric_rows(run),
     )
+
+
+def last_explained(run: Run) -> StepExplanation | None:
+    """Explain the last training step of which samples were recorded; None without one."""
+    records = run.last_rollouts or run.first_rollouts
+    if not records or "timing_s/step" not in run.values_at(records[0].step):
+        return None
+    return explain(run, records[0].step, records)
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -53,6 +53,11 @@ class Run:
     def get(self, name: str) -> Series:
         return self.series.get(name, Series())
 
+    def values_at(self, step: int) -> dict[str, float]:
+        """Return the metrics that were logged at a step, by name."""
+        found = {name: (bisect_left(each.steps, step), each) for name, each in self.series.items()}
+        return {name: each.values[i] for name, (i, each) in found.items() if each.steps[i : i + 1] == (step,)}
+
     def under(self, prefix: str) -> dict[str, Series]:
         """Return the series whose names start with `prefix`, keyed by the rest of the name."""
         return {name[len(prefix) :]: s for name, s in self.series.items() if name.startswith(prefix)}

@@ -121,6 +121,14 @@ PAGE = """\
 mark where steps begin. Light grey: the trainer waits for samples or rewards. The bar of an engine: it has unfinished
 requests. <code>megarl trace RUN</code> writes the whole run for ui.perfetto.dev.</figcaption></figure>
 {% endif %}
+{% if explained %}
+<h2>Step {{ explained.step }} explained{% if runs | length > 1 %}: {{ run.label }}{% endif %}</h2>
+<div class="scroll"><table>
+{% for topic, words in explained.sentences %}<tr><td>{{ topic }}</td><td>{{ words }}</td></tr>{% endfor %}
+</table></div>
+<figure>{{ step_figure }}<figcaption>Signal of a token: advantage × weight of the correction × share in the aggregation.
+<code>megarl explain-step RUN N</code> explains other steps.</figcaption></figure>
+{% endif %}
 {% if rollouts %}
 <h2>Rollouts</h2>
 <p><a href="report/rollouts.html">Browse {{ "{:,}".format(num_samples) }} recorded samples</a>

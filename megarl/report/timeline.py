@@ -44,10 +44,10 @@ def timeline_windows(timeline: Sequence[Interval]) -> list[StepWindow]:
     else:
         first = (len(steps) - WINDOW_STEPS) // 2
         chosen = [steps[first : first + WINDOW_STEPS], steps[-WINDOW_STEPS:]]
-    return [_window(timeline, part) for part in chosen if part]
+    return [window_of(timeline, part) for part in chosen if part]
 
 
-def _window(timeline: Sequence[Interval], steps: Sequence[Interval]) -> StepWindow:
+def window_of(timeline: Sequence[Interval], steps: Sequence[Interval]) -> StepWindow:
     """Return the window of the steps after the last gap that is longer than all of the steps together."""
     whole = sum(step.end_s - step.start_s for step in steps)
     gaps = [right.start_s - left.end_s for left, right in pairwise(steps)]

@@ -160,6 +160,7 @@ GONE = (
     "status {}",
     "report {}",
     "learning-curve {}",
+    "explain-step {} 1",
     "trace {}",
     "plan-async {}",
     "study {}.yaml --check",
