@@ -38,7 +38,7 @@ from megarl.host.device.platform import platform
 from megarl.host.ray_environment import keep_worker_logs
 from megarl.parallel.worker import RankWorker
 from megarl.record.activity import doing
-from megarl.record.recorder import resident_memory
+from megarl.record.growth import GrowthWatch
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.routing import router_of
 from megarl.sync.plan.engine_shards import engine_needs
@@ -81,6 +81,7 @@ class Cluster:
         self._asked, self._log_dir, self._closed = config, log_dir, False
         self._foreign: dict[str, float] = {}
         self._next_count_s = 0.0
+        self._growth = GrowthWatch()
         self._config = filled(config, derived)
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         forks_engines = with_engine and config.image_store is None
@@ -259,12 +260,12 @@ class Cluster:
             timeout_s=self._config.rollout.timeout_s,
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Measure the memory of the run's processes on this host, and count what listeners on all hosts have closed."""
+    def metrics(self, step: int) -> dict[str, float]:
+        """Measure the run's processes on this host, and count what listeners on all hosts have closed."""
         if (now := awake_s()) >= self._next_count_s:
             self._next_count_s = now + _COUNT_EVERY_S
             self._foreign = self._count_foreign()
-        return resident_memory(self.pids) | self._foreign
+        return self._growth.metrics(step, self.pids) | self._foreign
 
     def _count_foreign(self) -> dict[str, float]:
         environments = self.engines.environment_workers

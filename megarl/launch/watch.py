@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megarl.host.unicode import visible
 from megarl.launch.status import SHOWN_METRICS, describe_status, read_status
+from megarl.record.growth import MEASURED, growth_table
 from megarl.record.metrics import RunPaths, read_metrics
 
 REFRESH_S = 2.0
@@ -37,12 +38,26 @@ def _picture(root: Path) -> Group:
     for heading in ("", "over steps", "first", "last", "lowest", "highest"):
         curves.add_column(heading, justify="left" if heading in ("", "over steps") else "right")
     path = RunPaths(root).metrics
-    metrics = [record.metrics for record in read_metrics(path)] if path.exists() else []
+    records = read_metrics(path) if path.exists() else []
+    metrics = [record.metrics for record in records]
     for name, key in {**SHOWN_METRICS, "validation": "val/test_score"}.items():
         if values := [m[key] for m in metrics if key in m]:
             numbers: list[object] = [values[0], values[-1], min(values), max(values)]
             curves.add_row(name, sparkline(values, _WIDTH), *(f"{number:.4g}" for number in numbers))
-    return Group(status, "", curves)
+    processes = Table(box=None, pad_edge=False)
+    named: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for name in (each for each in record.metrics if each.startswith(MEASURED)):
+            steps, values = named.setdefault(name, ([], []))
+            steps.append(record.step)
+            values.append(record.metrics[name])
+    for i, row in enumerate(growth_table(named)):
+        if i == 0:
+            for column, heading in enumerate(row):
+                processes.add_column(heading, justify="right" if column else "left")
+        else:
+            processes.add_row(*map(Text, row))
+    return Group(status, "", curves, "", processes)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

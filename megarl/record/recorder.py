@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
-
 from megarl.config import dump
 from megarl.config.load import masked_settings
 from megarl.config.schema import Config, teacher_sections
@@ -325,13 +323,3 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
         "response_length/clip_ratio": reasons.count(FinishReason.LENGTH) / len(reasons),
         "response_length/repetition_ratio": reasons.count(FinishReason.REPETITION) / len(reasons),
     }
-
-
-def resident_memory(pids: Mapping[str, int]) -> dict[str, float]:
-    """Measure the resident memory in GiB of the driver and of the run's processes on this host."""
-    memory = {}
-    for name, pid in {"driver": os.getpid(), **pids}.items():
-        # A process that ends meanwhile is reported by the call that needs it.
-        with contextlib.suppress(psutil.Error):
-            memory[f"memory/rss_gib/{name.replace(' ', '_')}"] = psutil.Process(pid).memory_info().rss / 2**30
-    return memory

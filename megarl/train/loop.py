@@ -204,7 +204,7 @@ class Trainer:
             metrics |= batch_metrics(collected.rollout) | token_times(times, rows)
         if (update_s := times.get("timing_s/update_actor")) is not None:
             metrics |= self.meter.metrics(rows, update_s)
-        log.log(step, metrics | self.cluster.metrics())
+        log.log(step, metrics | self.cluster.metrics(step))
         self.recorder.problems(step, collected.troubles)
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
         config = self.inputs.config

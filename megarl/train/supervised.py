@@ -163,7 +163,7 @@ class SupervisedTrainer:
         tokens_per_s = sum(row.num_tokens for row in rows) / times["timing_s/step"]
         epoch = step * self.task.batch_size / self.task.num_examples
         metrics = {**result.metrics} | times | {"perf/tokens_per_s": tokens_per_s, "progress/epoch": epoch}
-        log.log(step, metrics | self.cluster.metrics())
+        log.log(step, metrics | self.cluster.metrics(step))
         progress.update(
             step,
             ProgressValues(
