@@ -197,6 +197,11 @@ class LoggingConfig:
     mlflow_experiment: str | None = None  # The same for an experiment of MLflow (package mlflow or mlflow-skinny).
     trackio_project: str | None = None  # The same for a project of trackio (package trackio).
     swanlab_project: str | None = None  # The same for a project of SwanLab (package swanlab).
+    # Port on which Prometheus can fetch the metrics of the last step, under /metrics; null: none. Only this host can,
+    # unless there is a key.
+    prometheus_port: int | None = setting(None, Range(expected="in 1 to 65535", at_least=1, at_most=65535))
+    # Environment variable with the key that Prometheus sends as bearer token; then other hosts may fetch, too.
+    prometheus_key_env: str | None = setting(None, needs_trust=True)
     # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
     # none. RL training only.
     profile_steps: tuple[int, int] | None = None

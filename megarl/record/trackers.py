@@ -1,7 +1,10 @@
 """Send metrics to experiment trackers; their packages are optional, and imported only for a project that is set."""
 
+import hmac
+import os
 import queue
 import re
+import socket
 import threading
 import time
 import uuid
@@ -10,9 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megarl.config.optional import import_optional
 from megarl.config.schema import LoggingConfig
+from megarl.errors import ConfigError
 from megarl.host.exit_codes import RunOutcome
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
@@ -37,6 +42,12 @@ class TrackedRun:
     root: Path
     settings: Mapping[str, object]
     resumed_step: int | None
+
+    def setting(self, name: str) -> object:
+        """Return a setting of the section `logging`."""
+        section = self.settings["logging"]
+        assert isinstance(section, Mapping), "a section is a mapping"
+        return section[name]
 
     def id(self, tracker: str) -> str:
         """Return the id of the run at a tracker, drawn once and kept in its directory: a resumed run is the same."""
@@ -181,9 +192,48 @@ def _mlflow(package: ModuleType, run: TrackedRun) -> OpenedRun:
     return OpenedRun(log=log, finish=finish)
 
 
+def _prometheus(package: ModuleType, run: TrackedRun) -> OpenedRun:
+    """Serve the metrics of the last step under /metrics, as gauges named megarl_NAME with the label `run`."""
+    # Nothing else of a driver needs a server.
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    from megarl.host.http_server import BoundedServer, trust
+
+    variable = run.setting("prometheus_key_env")
+    expected = f"Bearer {os.environ[str(variable)]}" if variable else ""
+    registry, gauges = package.CollectorRegistry(), dict[str, Any]()
+
+    def metrics(request: Request) -> Response:
+        if expected and not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected.encode()):
+            return Response("expected the key of logging.prometheus_key_env\n", 401)
+        trust(request)
+        return Response(package.generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def log(values: Mapping[str, float], step: int, time_s: float) -> None:
+        for name, value in {**values, "step": step, "time_s": time_s}.items():
+            plain = f"megarl_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+            if plain not in gauges:
+                gauges[plain] = package.Gauge(plain, name, ["run"], registry=registry).labels(run.name)
+            gauges[plain].set(value)
+
+    listener = socket.create_server(("" if variable else "127.0.0.1", int(run.project)))
+    server = BoundedServer(Starlette(routes=[Route("/metrics", metrics)]), "prometheus", timeout_graceful_shutdown=1)
+    thread = threading.Thread(target=server.run, args=([listener],), name="prometheus server", daemon=True)
+    thread.start()
+
+    def finish(_outcome: RunOutcome) -> None:
+        server.should_exit = True
+        thread.join(CLOSE_S)
+
+    return OpenedRun(log=log, finish=finish)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracker:
-    """A kind of tracker. setting: the key of `logging` that names a project; package: what pip installs."""
+    """A kind of tracker. setting: the key of `logging` that names a project, or a port; package: what pip installs."""
 
     setting: str
     package: str
@@ -195,11 +245,14 @@ TRACKERS = (
     Tracker(setting="mlflow_experiment", package="mlflow", open=_mlflow),
     Tracker(setting="trackio_project", package="trackio", open=_trackio),
     Tracker(setting="swanlab_project", package="swanlab", open=_swanlab),
+    Tracker(setting="prometheus_port", package="prometheus_client", open=_prometheus),
 )
 
 
 def require_trackers(cfg: LoggingConfig) -> dict[Tracker, ModuleType]:
-    """Import the packages of the trackers that are set; ConfigError with the remedy if one is not installed."""
+    """Import the packages of the trackers that are set; ConfigError with the remedy if one, or a key, is missing."""
+    if (name := cfg.prometheus_key_env) and not os.environ.get(name):
+        raise ConfigError(f"logging.prometheus_key_env: {name} is not set; export the key, or remove the setting")
     return {
         tracker: import_optional(tracker.package, package=tracker.package, key=f"logging.{tracker.setting}")
         for tracker in TRACKERS
@@ -213,6 +266,6 @@ def open_trackers(cfg: LoggingConfig, run_of: Callable[[str], TrackedRun]) -> li
     run_of: returns the run in a project.
     """
     return [
-        TrackerSink(tracker.package, partial(tracker.open, package, run_of(getattr(cfg, tracker.setting))))
+        TrackerSink(tracker.package, partial(tracker.open, package, run_of(str(getattr(cfg, tracker.setting)))))
         for tracker, package in require_trackers(cfg).items()
     ]

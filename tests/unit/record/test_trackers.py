@@ -4,10 +4,14 @@ import errno
 import itertools
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -353,3 +357,76 @@ def test_real_trackers_offline_have_what_was_logged(tmp_path: Path) -> None:
     ]
     assert len(list((runs / "r").glob("wandb/offline-run-*/run-*.wandb"))) == 2
     assert len(list((runs / "r").glob("swanlab/run-*/*.swanlab"))) == 2
+
+
+def fetched(port: int, key: str | None = None) -> tuple[int, str]:
+    """What /metrics answers once somebody listens: status and text."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def until(port: int, part: str, key: str | None = None) -> str:
+    while part not in (text := fetched(port, key)[1]):
+        time.sleep(0.02)
+    return text
+
+
+def test_prometheus_fetches_the_last_step_until_the_run_ends(tmp_path: Path, port: int) -> None:
+    settings = replace(config(tmp_path, None), logging=LoggingConfig(tensorboard=False, prometheus_port=port))
+    with RunRecorder(settings).metrics() as log:
+        log.log(1, {"timing_s/gen": 2.5})
+        log.log(2, {"timing_s/gen": 1.5, "memory/rss_gib/engine_0": 0.25})
+        text = until(port, 'megarl_step{run="r"} 2.0')
+        assert 'megarl_timing_s_gen{run="r"} 1.5' in text
+        assert 'megarl_memory_rss_gib_engine_0{run="r"} 0.25' in text
+        with pytest.raises(OSError, match="refused"), socket.create_connection((other_address(), port), timeout=5):
+            pass
+    with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+
+
+def other_address() -> str:
+    """An address of this host that is not that of 127.0.0.1."""
+    return "127.0.0.2"
+
+
+def test_with_a_key_only_who_sends_it_is_answered(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logging = LoggingConfig(tensorboard=False, prometheus_port=port, prometheus_key_env="SCRAPE_KEY")
+    settings = replace(config(tmp_path, None), logging=logging)
+    with pytest.raises(ConfigError, match="prometheus_key_env: SCRAPE_KEY is not set; export the key"):
+        RunRecorder(settings)
+    monkeypatch.setenv("SCRAPE_KEY", "s3cret")
+    with RunRecorder(settings).metrics() as log:
+        log.log(1, {"x": 1.0})
+        assert 'megarl_x{run="r"} 1.0' in until(port, "megarl_step", "s3cret")
+        assert [fetched(port)[0], fetched(port, "s3cre")[0]] == [401, 401]
+        with socket.create_connection((other_address(), port), timeout=5):
+            pass
+
+
+def test_a_port_that_is_taken_ends_no_run(
+    tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "LAST_RETRY_S", 0.01)
+    logging = LoggingConfig(tensorboard=False, prometheus_port=port)
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        RunRecorder(replace(config(tmp_path, None), logging=logging)).metrics() as log,
+    ):
+        log.log(1, {"x": 1.0})
+    assert len(read_metrics(tmp_path / "r" / "metrics.jsonl")) == 1
+    assert "prometheus_client has not confirmed 1 records" in capsys.readouterr().out
