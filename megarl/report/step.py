@@ -42,7 +42,7 @@ _TAKEN: Mapping[str, Callable[[float], str]] = {
     "response_length/clip_ratio": lambda x: f"{x:.1%} of responses were cut at rollout.max_response_tokens",
     "is/accept_frac": lambda x: f"the correction rejected {1 - x:.1%} of tokens" if x < 1 else "",
     "is/veto_frac": lambda x: f"its veto dropped {x:.1%} of rows",
-    "is/ess": lambda x: f"its weights left an effective sample size of {x:.1%}" if x < 1 else "",
+    "is/ess": lambda x: f"its weights left an effective sample size of {x:.1%}" if x < 0.9995 else "",
     "actor/pg_clipfrac": lambda x: f"the ratio's clip held {x:.2%} of tokens, mean over updates",
     "actor/pg_clipfrac_lower": lambda x: f"the dual clip {x:.2%}",
 }
@@ -134,16 +134,19 @@ def explain(run: Run, step: int, records: Sequence[RolloutRecord]) -> StepExplan
     samples: list[tuple[str, str]] = [("groups", "not recorded; set logging.rollout_every_steps=1")]
     groups: tuple[TaughtGroup, ...] = ()
     fates: dict[str, float] = {}
+    order: list[int] = []
     x: _Tokens | None = None
     if known:
         x, remark = _tokens(run.config, known)
         groups, num_tokens = _groups(known, x), np.count_nonzero(x.fates >= 0)
+        place = {group.uid: i for i, group in enumerate(groups)}
+        order = sorted(range(len(known)), key=lambda i: place[known[i].uid])
         fates = {fate: float(np.count_nonzero(x.fates == i) / num_tokens) for i, fate in enumerate(FATES)}
         samples = _about_samples(run, x, groups, fates, remark)
     return StepExplanation(
         step=step,
-        rows=tuple(f"{record.uid}/{record.sample_index}" for record in known),
-        signals=() if x is None else tuple(x.signals[i, : len(r.tokens)] for i, r in enumerate(known)),
+        rows=tuple(f"{record.uid}/{record.sample_index}" for record in (known[i] for i in order)),
+        signals=() if x is None else tuple(x.signals[i, : len(known[i].tokens)] for i in order),
         groups=groups,
         tokens=() if x is None else _largest(known, x),
         fates=fates,
@@ -202,6 +205,7 @@ def _tokens(config: Mapping[str, object], records: Sequence[RolloutRecord]) -> t
 
 
 def _groups(records: Sequence[RolloutRecord], x: _Tokens) -> tuple[TaughtGroup, ...]:
+    """Return the groups of recorded samples, those that taught most first."""
     sizes, total = np.abs(x.signals).sum(1, dtype=np.float64), np.abs(x.signals).sum(dtype=np.float64) or 1.0
     found = []
     for uid in dict.fromkeys(record.uid for record in records):
@@ -215,7 +219,7 @@ def _groups(records: Sequence[RolloutRecord], x: _Tokens) -> tuple[TaughtGroup, 
                 share=float(sizes[at].sum() / total),
             )
         )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda group: -group.share))
 
 
 def _largest(records: Sequence[RolloutRecord], x: _Tokens) -> tuple[TaughtToken, ...]:
@@ -250,7 +254,7 @@ def _about_samples(
     if alike:
         said += f"; {alike} of the others had only right or only wrong answers"
     if taught:
-        said += f"; {max(taught, key=lambda group: group.share).uid} carried most"
+        said += f"; {taught[0].uid} carried most"
     up = float(x.signals[x.signals > 0].sum(dtype=np.float64)), float(-x.signals[x.signals < 0].sum(dtype=np.float64))
     pulls, sizes = np.sort(x.pulls[x.fates >= 0])[::-1], sum(up) or 1.0
     tenth = max(1, len(pulls) // 10)
@@ -301,9 +305,9 @@ def to_text(explained: StepExplanation) -> list[str]:
     lines = [f"{topic:{width}}  {visible(words)}" for topic, words in explained.sentences]
     if explained.groups:
         rows = [("group", "samples", "right", "mean reward", "share of signal")]
-        largest = sorted(explained.groups, key=lambda group: -group.share)[:NUM_NAMED]
         rows += [
-            (g.uid, str(g.num_samples), str(g.num_right), f"{g.mean_reward:.3g}", f"{g.share:.1%}") for g in largest
+            (g.uid, str(g.num_samples), str(g.num_right), f"{g.mean_reward:.3g}", f"{g.share:.1%}")
+            for g in explained.groups[:NUM_NAMED]
         ]
         lines += ["", *align(rows)]
     if explained.tokens:

@@ -65,7 +65,7 @@ def _bars(ax: Axes, names: list[str], values: list[float], color: str, texts: li
 
 
 def _draw_groups(ax: Axes, explained: StepExplanation) -> None:
-    largest = sorted(explained.groups, key=lambda group: -group.share)[:MAX_GROUPS]
+    largest = explained.groups[:MAX_GROUPS]
     names, shares = [visible(group.uid) for group in largest], [100 * group.share for group in largest]
     _bars(ax, names, shares, UP, [f"{group.num_right} of {group.num_samples} right" for group in largest])
     more = f", the {len(largest)} largest of {len(explained.groups)}" if len(explained.groups) > len(largest) else ""
