@@ -25,7 +25,7 @@ MIB_PER_GIB = 1024
 MIN_VALUES, MAX_VALUES = 64, 512
 # A look at all slopes follows the last one after this share more steps.
 LOOK_EVERY = 0.25
-# What is full only later than this is not warned of.
+# Growth is not warned of if it fills what there is only later than this.
 FAR_HOURS = 14 * 24.0
 # How often descriptors, threads and processes that nobody named are counted, which takes milliseconds.
 COUNT_EVERY_S = 30.0
@@ -33,8 +33,8 @@ NUM_KINDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
-    """What is measured of each process, under the metric `prefix/PROCESS`.
+class Resource:
+    """A resource that is measured of each process, under the metric `prefix/PROCESS`.
 
     least: growth over the values looked at that matters. unit: of `scale` times the value, in words. room: returns how
     much more there may be of it in a process.
@@ -52,8 +52,8 @@ def _free_descriptors(pid: int) -> float:
     return float(psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] - psutil.Process(pid).num_fds())
 
 
-QUANTITIES = (
-    Quantity(
+RESOURCES = (
+    Resource(
         prefix="memory/private_gib",
         words="memory grows",
         least=32 / MIB_PER_GIB,
@@ -61,10 +61,10 @@ QUANTITIES = (
         scale=MIB_PER_GIB,
         room=lambda _pid: psutil.virtual_memory().available / 2**30,
     ),
-    Quantity(
+    Resource(
         prefix="process/descriptors", words="open descriptors grow", least=16, unit="", scale=1, room=_free_descriptors
     ),
-    Quantity(
+    Resource(
         prefix="process/threads",
         words="threads grow",
         least=16,
@@ -73,7 +73,7 @@ QUANTITIES = (
         room=lambda _pid: float(Path("/proc/sys/kernel/threads-max").read_text(encoding="ascii")),
     ),
 )
-MEASURED = tuple(f"{quantity.prefix}/" for quantity in QUANTITIES)
+MEASURED = tuple(f"{resource.prefix}/" for resource in RESOURCES)
 
 
 def slope_of(steps: Sequence[float], values: Sequence[float]) -> float:
@@ -103,8 +103,8 @@ def growth_of(steps: Sequence[float], values: Sequence[float], least: float) -> 
 
 
 @dataclass(slots=True)
-class Samples:
-    """Values of a quantity at ascending steps: all of them, or every second, fourth, … of a long run."""
+class Readings:
+    """Values of a resource at ascending steps: all of them, or every second, fourth, … of a long run."""
 
     steps: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -129,7 +129,7 @@ class GrowthWatch:
         self._clock, self._start_s = clock, clock()
         self._num_steps, self._next_look, self._next_count_s = 0, MIN_VALUES, -math.inf
         self._processes: dict[str, psutil.Process] = {}
-        self._samples: dict[tuple[str, str], Samples] = {}
+        self._samples: dict[tuple[str, str], Readings] = {}
         self._warned: set[tuple[str, str]] = set()
         self._kinds: Counter[str] = Counter()
 
@@ -145,8 +145,8 @@ class GrowthWatch:
             with contextlib.suppress(psutil.Error):
                 if name not in self._processes or self._processes[name].pid != pid:
                     self._processes[name] = psutil.Process(pid)
-                    for quantity in QUANTITIES:
-                        self._samples.pop((quantity.prefix, name), None)
+                    for resource in RESOURCES:
+                        self._samples.pop((resource.prefix, name), None)
                 process, label = self._processes[name], name.replace(" ", "_")
                 memory = process.memory_info()
                 found[f"memory/rss_gib/{label}"] = memory.rss / 2**30
@@ -158,31 +158,31 @@ class GrowthWatch:
             self._next_count_s = self._clock() + COUNT_EVERY_S
             found |= _others({os.getpid(), *pids.values()})
         for name in self._processes:
-            for quantity in QUANTITIES:
-                if (value := found.get(f"{quantity.prefix}/{name.replace(' ', '_')}")) is not None:
-                    self._samples.setdefault((quantity.prefix, name), Samples()).add(step, value)
+            for resource in RESOURCES:
+                if (value := found.get(f"{resource.prefix}/{name.replace(' ', '_')}")) is not None:
+                    self._samples.setdefault((resource.prefix, name), Readings()).add(step, value)
         if self._num_steps >= self._next_look:
             self._look()
         return found
 
     def _look(self) -> None:
-        """Warn of what grows, once of each process and quantity."""
+        """Warn of what grows, once of each process and resource."""
         self._next_look = math.ceil(self._num_steps * (1 + LOOK_EVERY))
         hours_per_step = (self._clock() - self._start_s) / 3600 / self._num_steps
-        for quantity in QUANTITIES:
+        for resource in RESOURCES:
             for name, process in self._processes.items():
-                samples = self._samples.get((quantity.prefix, name), Samples())
-                slope = growth_of(samples.steps, samples.values, quantity.least)
-                if slope <= 0 or (quantity.prefix, name) in self._warned:
+                samples = self._samples.get((resource.prefix, name), Readings())
+                slope = growth_of(samples.steps, samples.values, resource.least)
+                if slope <= 0 or (resource.prefix, name) in self._warned:
                     continue
                 with contextlib.suppress(psutil.Error):
-                    hours = quantity.room(process.pid) / slope * hours_per_step
+                    hours = resource.room(process.pid) / slope * hours_per_step
                     if hours < FAR_HOURS:
-                        self._warned.add((quantity.prefix, name))
-                        kinds = self._kinds_since() if name == "driver" and quantity is QUANTITIES[0] else ""
-                        size = f"{slope * quantity.scale:.3g}{quantity.unit}"
+                        self._warned.add((resource.prefix, name))
+                        kinds = self._kinds_since() if name == "driver" and resource is RESOURCES[0] else ""
+                        size = f"{slope * resource.scale:.3g}{resource.unit}"
                         print_lines(
-                            f"warning: {name}: {quantity.words} by {size} per step since step "
+                            f"warning: {name}: {resource.words} by {size} per step since step "
                             f"{samples.steps[len(samples.steps) // 2]:g}; full in {hours:.3g} hours{kinds}"
                         )
         if not self._kinds:
@@ -216,12 +216,12 @@ def growth_table(series: Mapping[str, tuple[Sequence[float], Sequence[float]]]) 
     """Return rows of texts about processes by their metrics, steps and values of each: private memory, its growth, and
     last counts of descriptors and threads; nothing without any. The first row names the columns.
     """
-    memory, *counts = (quantity.prefix for quantity in QUANTITIES)
+    memory, *counts = (resource.prefix for resource in RESOURCES)
     rows: list[tuple[str, ...]] = []
     for name, (steps, values) in series.items():
         if name.startswith(f"{memory}/"):
             label, stride = name.removeprefix(f"{memory}/"), -(-len(steps) // MAX_VALUES)
-            growth = growth_of(steps[::stride], values[::stride], QUANTITIES[0].least) * MIB_PER_GIB
+            growth = growth_of(steps[::stride], values[::stride], RESOURCES[0].least) * MIB_PER_GIB
             last = (series.get(f"{each}/{label}") for each in counts)
             rows.append((label, f"{values[-1]:.2f}", f"{growth:.3g}", *(f"{x[1][-1]:g}" if x else "" for x in last)))
     names = ("process", "private GiB", "growth, MiB/step", "descriptors", "threads")

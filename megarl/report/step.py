@@ -76,7 +76,7 @@ class TaughtToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepExplanation:
-    """What the record says about a step.
+    """The explanation of a step by its record.
 
     rows: labels of the recorded samples, group by group; signals: of their tokens. fates: shares of all these tokens.
     moved: change of each layer's weights, as a share of their norm. window: when who worked. sentences: a topic and

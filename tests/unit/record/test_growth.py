@@ -13,7 +13,7 @@ import pytest
 
 from megarl.host.streams import warnings
 from megarl.record import growth
-from megarl.record.growth import MAX_VALUES, GrowthWatch, Samples, growth_of, growth_table, slope_of
+from megarl.record.growth import MAX_VALUES, GrowthWatch, Readings, growth_of, growth_table, slope_of
 
 MIB = 2**20
 
@@ -111,7 +111,7 @@ def test_the_driver_names_the_objects_of_which_it_has_more(monkeypatch: pytest.M
 
 
 def test_long_runs_keep_few_values() -> None:
-    samples = Samples()
+    samples = Readings()
     for step in range(1, 100_001):
         samples.add(step, float(step))
     assert len(samples.steps) < MAX_VALUES
