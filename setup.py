@@ -62,6 +62,7 @@ setup(
         "sympy",
         "math-verify[antlr4_13_2]",
         "httptools",
+        "msgspec",
         "httpx",
         "openai",
         "starlette",

@@ -19,7 +19,7 @@ from megarl.host.reading import reading
 from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, replacing
 from megarl.launch.restarts import AttemptLog
-from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, last_metrics
 
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10
@@ -132,13 +132,13 @@ def describe_status(root: Path, *, now: float) -> dict[str, object]:
         seen["phase"] = f"{status.phase}, for {tqdm.format_interval(status.written - status.phase_since)}"
     if status.error is not None:
         seen["error"] = status.error
-    logged = read_metrics(paths.metrics) if paths.metrics.exists() else []
-    records = [r for r in logged if "perf/tokens_per_s" in r.metrics]
+    is_logged = paths.metrics.exists()
+    records = last_metrics(paths.metrics, "perf/tokens_per_s", ETA_STEPS + 1) if is_logged else []
     if records:
         config = paths.saved_tree()
         section = config["trainer"] if status.command == "train" else config[status.command.replace("-", "_")]
         total = int(section["total_steps"])
-        last, recent = records[-1], records[-ETA_STEPS - 1 :]
+        last, recent = records[-1], records
         seen["step"] = f"{last.step} of {total}"
         if status.state == "running" and len(recent) > 1 and last.step < total:
             step_s = (recent[-1].time_s - recent[0].time_s) / (recent[-1].step - recent[0].step)

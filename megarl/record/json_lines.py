@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,26 +45,49 @@ def append_lines(file: FileIO, objects: Iterable[object]) -> None:
             raise
 
 
-def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str, missing_ok: bool = False) -> list[T]:
-    """Parse every line of a file in order; an incomplete last line, left by a kill, is skipped.
-
-    Any other line that is not JSON, or that `parse` refuses, raises DataError with its number. expected: what a line
-    should hold, for that message. missing_ok: return no lines if there is no file.
-    """
+def read_lines(
+    path: Path, parse: Callable[[Any], T], *, expected: str, missing_ok: bool = False, kind: type[T] | None = None
+) -> list[T]:
+    """Parse every line of a file in order, as `iterate_lines` does. missing_ok: without a file there are no lines."""
     if missing_ok and not os.path.lexists(path):
         return []
-    with reading(path, "JSON lines", remedy=RESTORE):
-        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    parsed = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.strip():
-                parsed.append(parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            if number < len(lines):
-                got = f"{path} line {number}: got {line[:80]!r} ({reason_of(error)}), expected {expected}"
-                raise DataError(instead(path, "JSON lines", RESTORE) or f"{got}; repair or remove this line") from error
-    return parsed
+    return list(iterate_lines(path, parse, expected=expected, kind=kind))
+
+
+def iterate_lines(
+    path: Path, parse: Callable[[Any], T], *, expected: str, start: int = 0, kind: type[T] | None = None
+) -> Iterator[T]:
+    """Parse every line of a file in order, from the one after byte `start` − 1 on; an incomplete last line, left by a
+    kill, is skipped.
+
+    Another line that is no JSON, or that `parse` refuses, raises DataError with its number. expected: the rest of that
+    message, what a line should hold. kind: a dataclass with the fields of a line, which is made of lines that fit
+    without `parse`, in a third of the time.
+    """
+    # It takes a quarter of the time of the standard library's, and refuses what that reads in its own way.
+    from msgspec import DecodeError
+    from msgspec.json import Decoder
+
+    decoder: Decoder[Any] = Decoder(Any if kind is None else kind)
+    with reading(path, "JSON lines", remedy=RESTORE), path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.strip():
+                    try:
+                        found = decoder.decode(line)
+                        yield found if kind is not None else parse(found)
+                    except DecodeError:
+                        yield parse(json.loads(line.decode("utf-8", errors="replace")))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                if line.endswith(b"\n"):
+                    text = line.decode("utf-8", errors="replace").rstrip("\n")[:80]
+                    where = f"{path}: the end" if start else f"{path} line {number}"
+                    got = f"{where}: got {text!r} ({reason_of(error)}), expected {expected}"
+                    told = instead(path, "JSON lines", RESTORE) or f"{got}; repair or remove this line"
+                    raise DataError(told) from error
 
 
 def truncate_lines(path: Path, last_step: int) -> None:

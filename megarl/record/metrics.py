@@ -22,10 +22,12 @@ from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.streams import warnings
 from megarl.host.unicode import readable, visible
 from megarl.host.writing import dispensable, writing
-from megarl.record.json_lines import append_lines, open_lines, read_lines
+from megarl.record.json_lines import append_lines, iterate_lines, open_lines
 
 # The file that makes a checkpoint complete.
 MARKER = "COMPLETE"
+# How much of the end of a file of metrics is read first, where its last records are enough.
+TAIL_BYTES = 1 << 20
 
 
 class RunPaths:
@@ -118,6 +120,8 @@ class MetricsRecord:
     metrics: Mapping[str, float]
 
     def __post_init__(self) -> None:
+        if math.isfinite(sum(self.metrics.values())):
+            return
         for name, value in self.metrics.items():
             if not math.isfinite(value):
                 raise DataError(
@@ -243,9 +247,25 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
     """Read all records in the order written. An incomplete last line, left by a kill, is skipped; other bad lines
     raise.
     """
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path, *, start: int = 0) -> Iterator[MetricsRecord]:
+    """Read records one after the other, as `read_metrics` does, from the line after byte `start` − 1 on."""
     if not os.path.lexists(path):
         raise DataError(f"no metrics at {path}: expected the metrics.jsonl that a run writes")
-    return read_lines(path, _parse_record, expected="an object of step, time_s and finite metrics")
+    expected = "an object of step, time_s and finite metrics"
+    return iterate_lines(path, _parse_record, expected=expected, start=start, kind=MetricsRecord)
+
+
+def last_metrics(path: Path, name: str, count: int) -> list[MetricsRecord]:
+    """Read the last `count` records that have a metric, or as many as there are, from the end of a long file."""
+    size, length = path.stat().st_size, TAIL_BYTES
+    while True:
+        found = [each for each in iterate_metrics(path, start=max(0, size - length)) if name in each.metrics]
+        if len(found) >= count or length >= size:
+            return found[-count:]
+        length *= 4
 
 
 def _parse_record(raw: Any) -> MetricsRecord:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,19 @@ def read_timeline(path: Path) -> list[Interval]:
     """
     if not os.path.lexists(path):
         raise DataError(f"no timeline at {path}: expected the timeline.jsonl that `megarl train` writes in each step")
-    return read_lines(path, _parse, expected="an object of lane, name, start_s, end_s and step")
+    expected = "an object of lane, name, start_s, end_s and step"
+    found = read_lines(path, _parse, expected=expected, kind=Interval)
+    # A timeline of a long run has few names.
+    shown = {text: visible(text) for text in {each.lane for each in found} | {each.name for each in found}}
+    if all(text == other for text, other in shown.items()):
+        return found
+    return [replace(each, lane=shown[each.lane], name=shown[each.name]) for each in found]
 
 
 def _parse(raw: Any) -> Interval:
     return Interval(
-        lane=visible(str(raw["lane"])),
-        name=visible(str(raw["name"])),
+        lane=str(raw["lane"]),
+        name=str(raw["name"]),
         start_s=float(raw["start_s"]),
         end_s=float(raw["end_s"]),
         step=int(raw["step"]),

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from megarl.report.run import Run
+from megarl.report.run import Floats, Run
 from megarl.report.summary import SAMPLED, validation_curve
 
 Advice = Literal["go on", "stop", "cannot tell"]
-Floats = npt.NDArray[np.float64]
 
 # Four parameters need more points than that.
 MIN_VALIDATIONS = 6

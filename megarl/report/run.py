@@ -1,21 +1,27 @@
 """Read a run back from its directory: metric series, configuration, recorded rollouts."""
 
 import os
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from megarl.errors import DataError
 from megarl.host.masking import masked
 from megarl.host.reading import RESTORE, read_object
 from megarl.host.unicode import visible
 from megarl.record.json_lines import read_lines
-from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
+from megarl.record.metrics import MetricsRecord, RunPaths, iterate_metrics
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.rollouts import RolloutRecord, read_rollouts
 from megarl.record.timeline import Interval, read_timeline
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +97,15 @@ def _load_run(run_dir: Path, label: str) -> Run:
     paths = RunPaths(run_dir)
     if not paths.config.is_file():
         raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
-    records = read_metrics(paths.metrics)
-    if not records:
+    times: list[tuple[int, float]] = []
+
+    def records() -> Iterator[MetricsRecord]:
+        for record in iterate_metrics(paths.metrics):
+            times.append((record.step, record.time_s))
+            yield record
+
+    series = build_series(records())
+    if not times:
         raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
     rollouts = paths.recorded_rollouts()
     told = read_lines(
@@ -100,9 +113,9 @@ def _load_run(run_dir: Path, label: str) -> Run:
     )
     return Run(
         label=label,
-        series=build_series(records),
-        last_step=max(record.step for record in records),
-        elapsed_s=records[-1].time_s - records[0].time_s,
+        series=series,
+        last_step=max(step for step, _ in times),
+        elapsed_s=times[-1][1] - times[0][1],
         # Earlier versions wrote secrets there.
         config=masked(paths.saved_tree()),
         versions=read_object(paths.versions, remedy=RESTORE) if paths.versions.is_file() else {},
@@ -116,14 +129,29 @@ def _load_run(run_dir: Path, label: str) -> Run:
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
     """Collect the values of each metric over steps. Where a resumed run repeated steps, the later values count."""
-    columns: dict[str, tuple[list[int], list[float]]] = {}
-    for record in records:
-        for name, value in record.metrics.items():
+    # Most records of a run have the same metrics, so that their values make a table.
+    tables: dict[tuple[str, ...], tuple[list[int], list[int], array[float]]] = {}
+    for place, record in enumerate(records):
+        places, steps, values = tables.setdefault(tuple(record.metrics), ([], [], array("d")))
+        places.append(place)
+        steps.append(record.step)
+        values.extend(record.metrics.values())
+    columns: dict[str, list[tuple[Floats, Floats, Floats]]] = {}
+    for names, (places, steps, values) in tables.items():
+        at, of, table = np.array(places, float), np.array(steps, float), np.array(values).reshape(len(steps), -1)
+        for column, name in enumerate(names):
             # Figures show it, too.
-            name = visible(name)
-            steps, values = columns.setdefault(name, ([], []))
-            kept = bisect_left(steps, record.step)
-            del steps[kept:], values[kept:]
-            steps.append(record.step)
-            values.append(value)
-    return {name: Series(steps=tuple(s), values=tuple(v)) for name, (s, v) in columns.items()}
+            columns.setdefault(visible(name), []).append((at, of, table[:, column]))
+    known: dict[tuple[int, ...], tuple[Floats, Floats, tuple[int, ...]]] = {}
+    series = {}
+    for name, parts in columns.items():
+        # Metrics of the same tables have the same steps. Values of steps that later ones repeat, or come before, go.
+        if (key := tuple(id(at) for at, _, _ in parts)) not in known:
+            order = np.argsort(np.concatenate([at for at, _, _ in parts]), kind="stable")
+            step = np.concatenate([of for _, of, _ in parts])[order]
+            kept = np.append(step[:-1] < np.minimum.accumulate(step[::-1])[::-1][1:], True)
+            known[key] = order, kept, tuple(step[kept].astype(int).tolist())
+        order, kept, left = known[key]
+        value = np.concatenate([each for _, _, each in parts])[order][kept]
+        series[name] = Series(steps=left, values=tuple(value.tolist()))
+    return series
