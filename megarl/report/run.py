@@ -142,7 +142,7 @@ def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
         for column, name in enumerate(names):
             # Figures show it, too.
             columns.setdefault(visible(name), []).append((at, of, table[:, column]))
-    known: dict[tuple[int, ...], tuple[Floats, Floats, tuple[int, ...]]] = {}
+    known: dict[tuple[int, ...], tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_], tuple[int, ...]]] = {}
     series = {}
     for name, parts in columns.items():
         # Metrics of the same tables have the same steps. Values of steps that later ones repeat, or come before, go.
