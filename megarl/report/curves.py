@@ -17,6 +17,8 @@ from megarl.report.summary import GREEDY, SAMPLED, MeanScore, data_sources, vali
 # The moving mean spans this share of the run, within these bounds: a fast change must stay visible.
 SMOOTHING_FRAC = 0.1
 MIN_SMOOTHING_STEPS, MAX_SMOOTHING_STEPS = 3, 25
+# More areas or dots than these cannot be told apart, and take seconds and megabytes.
+MAX_SHOWN = 2000
 # Longer names of data sources are cut on the plot: they would narrow it.
 MAX_LABEL_CHARS = 18
 # Phases in the order of a step; others follow by name. Phases below the share are summed as "other".
@@ -138,7 +140,16 @@ def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
         positive = [value for value in series.values if value > 0]
         if positive:
             # Dots, because a step between two exact zeros has no line on a log axis.
-            ax.plot(series.steps, series.values, color=color_of(index), marker=".", markersize=3, linewidth=1.2)
+            every = -(-len(series.steps) // MAX_SHOWN)
+            ax.plot(
+                series.steps,
+                series.values,
+                color=color_of(index),
+                marker=".",
+                markevery=every,
+                markersize=3,
+                linewidth=1.2,
+            )
             labels.append(EndLabel(positive[-1], text, color_of(index)))
     if labels:
         use_log_scale(ax, "mask")
@@ -209,9 +220,18 @@ def _stack(
     colors: Sequence[str],
     title: str = "mean per step",
 ) -> None:
-    """Draw columns, one value per step each, as areas on top of one another, with their names on the right."""
+    """Draw columns, one value per step each, as areas on top of one another, with their names on the right.
+
+    Of more than `MAX_SHOWN` steps, means over as many equal parts are drawn.
+    """
+    end = steps[-1] + 0.5
+    if (width := -(-len(steps) // MAX_SHOWN)) > 1:
+        starts = np.arange(0, len(steps), width)
+        counts = np.diff(np.append(starts, len(steps)))
+        columns = {name: np.add.reduceat(values, starts) / counts for name, values in columns.items()}
+        steps = [steps[start] for start in starts]
     # A step fills the interval around its number; the last value is repeated as the right edge.
-    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    edges = [step - 0.5 for step in steps] + [end]
     heights = [np.append(values, values[-1]) for values in columns.values()]
     for name, values in columns.items():
         # Not seen, but told under the pointer.

@@ -6,15 +6,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megarl.host.writing import replacing
-from megarl.report.curves import draw_fits, draw_line
+from megarl.report.curves import MAX_SHOWN, draw_fits, draw_line
 from megarl.report.learning_curve import curve_of, to_text
 from megarl.report.panels import PANELS, Panel
-from megarl.report.run import Run
+from megarl.report.run import Floats, Run
 from megarl.report.style import figure_style, hover_strips, save_png, to_svg
 from megarl.report.summary import GREEDY, SAMPLED, headline
 from megarl.report.timeline import draw_timeline, timeline_inches, timeline_windows
@@ -88,6 +90,18 @@ def _draw(panel: Panel, ax: Axes, runs: Sequence[Run]) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.margins(x=0.02)
     (panel.draw or partial(draw_line, metric=panel.needs))(ax, runs)
+    for line in ax.get_lines():
+        x, y = (np.asarray(data, float) for data in line.get_data())
+        if (width := -(-len(x) // MAX_SHOWN)) > 3:
+            line.set_data(*(data[_shown(y, width)] for data in (x, y)))
     left, right = ax.get_xlim()
     if panel.over == "step" and right - left < 1.0:  # a single step: ticks at whole numbers need room
         ax.set_xlim(left - 0.5, right + 0.5)
+
+
+def _shown(values: Floats, width: int) -> npt.NDArray[np.intp]:
+    """Return the places of the first, least and largest of each `width` values: a line through these looks the same."""
+    starts = np.arange(0, len(values) - width + 1, width)
+    parts = values[: len(starts) * width].reshape(-1, width)
+    last = np.arange(len(starts) * width, len(values))
+    return np.unique(np.concatenate([starts, starts + parts.argmin(1), starts + parts.argmax(1), last]))

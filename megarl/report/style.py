@@ -141,6 +141,10 @@ def hover_strips(ax: Axes, over: str) -> str:
                 # A line is drawn before its moving mean.
                 points.setdefault(float(x), {}).setdefault(name, float(y))
     every = sorted(points)
+    if len(every) > 10 * MAX_STRIPS:
+        # Long lines have some places in common, and others of their own.
+        most = max(map(len, points.values()))
+        every = [x for x in every if len(points[x]) == most]
     kept = every[:: -(-len(every) // MAX_STRIPS) or 1]
     if not kept:
         return ""

@@ -22,6 +22,7 @@ from megarl.record.metrics import (
     Summary,
     TensorBoardSink,
     Timers,
+    last_metrics,
     read_metrics,
     summarize,
 )
@@ -285,3 +286,21 @@ def test_the_ends_of_all_destinations_are_waited_for_together() -> None:
     with pytest.raises(RunStopped), MetricsLogger([Waiting(), Waiting()]):
         raise RunStopped("by a signal")
     assert ended == ["stopped", "stopped"]
+
+
+def test_the_last_records_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of the file is read first, a line that begins before it is left out, and no other."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for step in range(1, 31):
+        sink.write(MetricsRecord(step=step, time_s=0.0, metrics={"x": 1.0} if step % 3 else {"v": 1.0}))
+    sink.close()
+    for size in (1, 40, 57, 64, 1 << 20):
+        monkeypatch.setattr("megarl.record.metrics.TAIL_BYTES", size)
+        assert [record.step for record in last_metrics(path, "v", 3)] == [24, 27, 30]
+    assert len(last_metrics(path, "v", 99)) == 10
+    with path.open("a", encoding="utf-8") as file:
+        file.write("no JSON\n")
+    monkeypatch.setattr("megarl.record.metrics.TAIL_BYTES", 64)
+    with pytest.raises(DataError, match="the end: got 'no JSON'"):
+        last_metrics(path, "v", 1)

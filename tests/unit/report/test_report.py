@@ -22,6 +22,7 @@ from megarl.record.recorder import RunRecorder
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.report import ReportPaths, write_report
 from megarl.report.curves import smooth, time_per_phase
+from megarl.report.figures import _shown
 from megarl.report.marked_text import visible_text
 from megarl.report.run import Series, build_series, load_runs, run_labels
 from megarl.report.style import spread
@@ -611,3 +612,18 @@ def test_warnings_of_a_run_are_repeated_once(tmp_path: Path) -> None:
 def test_few_prompts_prove_no_certainty(score: float, expected: str) -> None:
     # By hand: √(1/42 · 41/42 / 40) = 0.0241; √(0.25 / 40) = 0.0791.
     assert str(MeanScore(step=1, score=score, num_prompts=40)) == expected
+
+
+def test_long_curves_keep_what_stands_out_and_few_points() -> None:
+    """Of each three values the first, the least and the largest are drawn, and those that are left at the end."""
+    assert _shown(np.array([1.0, 5, 2, 0, 9, 9, 3]), 3).tolist() == [0, 1, 3, 4, 6]
+
+
+def test_series_of_resumed_runs_with_several_kinds_of_records() -> None:
+    """Steps 2 and 3 are repeated; the validation at step 3 is repeated too, that at step 1 stands."""
+    rows = [(1, {"x": 1.0}), (1, {"v": 0.1}), (2, {"x": 2.0}), (3, {"x": 3.0, "y": 1.0}), (3, {"v": 0.3})]
+    rows += [(2, {"x": 20.0}), (3, {"x": 30.0}), (3, {"v": 0.5})]
+    found = build_series(MetricsRecord(step=step, time_s=0.0, metrics=metrics) for step, metrics in rows)
+    assert found["x"] == Series(steps=(1, 2, 3), values=(1.0, 20.0, 30.0))
+    assert found["v"] == Series(steps=(1, 3), values=(0.1, 0.5))
+    assert found["y"] == Series(steps=(3,), values=(1.0,))
