@@ -226,8 +226,8 @@ def _stack(
     """
     end = steps[-1] + 0.5
     if (width := -(-len(steps) // MAX_SHOWN)) > 1:
-        starts = np.arange(0, len(steps), width)
-        counts = np.diff(np.append(starts, len(steps)))
+        starts = list(range(0, len(steps), width))
+        counts = np.diff([*starts, len(steps)])
         columns = {name: np.add.reduceat(values, starts) / counts for name, values in columns.items()}
         steps = [steps[start] for start in starts]
     # A step fills the interval around its number; the last value is repeated as the right edge.
