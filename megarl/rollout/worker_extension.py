@@ -142,14 +142,16 @@ class WeightReceiver:
         """
         sums = dict[str, int]()
         for name, layer in self.model_runner.model.named_modules():  # type: ignore[attr-defined]
-            held = dict[str, torch.Tensor](layer.named_parameters(recurse=False))
-            if (packed := getattr(layer, "cpu_linear", None)) is not None and not held["weight"].numel():
-                ones = torch.eye(layer.input_size_per_partition, dtype=held["weight"].dtype)
+            # Layers with adapters pass questions for others' attributes on to those that they wrap.
+            held, own = dict[str, torch.Tensor](layer.named_parameters(recurse=False)), vars(layer)
+            if (packed := own.get("cpu_linear")) is not None and not held["weight"].numel():
+                num_inputs = own.get("input_size_per_partition") or layer.input_size
+                ones = torch.eye(num_inputs, dtype=held["weight"].dtype)
                 held["weight"] = packed(ones, held["weight"], None).t()
-            for key, adapters in vars(layer).items():
-                if "_stacked" in key and not isinstance(adapters, torch.Tensor):
+            for key, adapters in own.items():
+                if "_stacked" in key and isinstance(adapters, list | tuple):
                     held |= {f"{key}.{i}": each for i, each in enumerate(adapters)}
-            parts = getattr(layer, "output_partition_sizes", [])
+            parts = own.get("output_partition_sizes", [])
             for key, tensor in held.items():
                 several = len(parts) > 1 and tensor.ndim and len(tensor) == sum(parts)
                 cut = {f".{i}": each for i, each in enumerate(tensor.split(parts))} if several else {"": tensor}
