@@ -84,15 +84,13 @@ def _moved(
             yield MISPLACED, f"{what}: as in rows {int(found.min())} to {int(found.max())}"
         return
     stages = _TOGETHER if departure.place.stage in _TOGETHER else (departure.place.stage,)
-    for stage in stages:
-        other = departure.rules.operation(replace(departure.place, stage=stage))
-        if other is None:
-            continue
-        value = other.compute().flatten(1)
-        nearest = torch.cat([(value - each[:, None]).abs().amax(0).argmin()[None] for each in mine.T])
-        if bool((value[:, nearest] - mine).abs().max() <= limit):
-            name = departure.rules.weights.name(replace(departure.place, stage=stage))
-            yield MISPLACED, f"{what}: as in rows {int(nearest.min())} to {int(nearest.max())} of {name}"
+    beside = [replace(departure.place, stage=stage) for stage in stages]
+    values = [each.compute().flatten(1) for place in beside if (each := departure.rules.operation(place)) is not None]
+    value = torch.cat(values, 1)
+    nearest = torch.stack([(value - each[:, None]).abs().amax(0).argmin() for each in mine.T])
+    if bool((value[:, nearest] - mine).abs().max() <= limit):
+        names = " and ".join(dict.fromkeys(map(departure.rules.weights.name, beside)))
+        yield MISPLACED, f"{what}: as in rows {int(nearest.min())} to {int(nearest.max())} of {names}"
 
 
 def _of_columns(

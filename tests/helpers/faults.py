@@ -160,6 +160,10 @@ def _stale_head(tensors: Tensors, older: Tensors, _: Place) -> None:
     tensors["lm_head.weight"] = older["lm_head.weight"]
 
 
+def _without_head(tensors: Tensors, _: Tensors, __: Place) -> None:
+    del tensors["lm_head.weight"]
+
+
 def _no_bias(tensors: Tensors, _: Tensors, place: Place) -> None:
     tensors[_named(tensors, place, "_proj.bias")].zero_()
 
@@ -228,7 +232,7 @@ FAULTS = {
         names=("tied head",),
         families=("llama", "qwen2", "qwen3", "phi3", "olmo3"),
         keys=lambda _: {"tie_word_embeddings": True},
-        tensors=lambda tensors, *_: tensors.pop("lm_head.weight") and None,
+        tensors=_without_head,
     ),
     "logit cap": Fault(names=("logit cap",), families=("gemma2",), keys=lambda _: {"final_logit_softcapping": None}),
     "score cap": Fault(names=("score cap",), families=("gemma2",), keys=lambda _: {"attn_logit_softcapping": None}),
