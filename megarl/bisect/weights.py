@@ -53,17 +53,17 @@ def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
 
 def _others(departure: Departure) -> Iterator[tuple[str, str, Operation]]:
     """Yield the operation with weights of an earlier version, and with those of each other layer."""
-    for earlier in departure.older:
-        if (other := earlier.operation(departure.place)) is not None:
-            yield STALE, f"as in {earlier.spec.path}", other
-    layer, rules = departure.place.layer, departure.rules
-    for i in range(rules.spec.dims.num_layers) if layer is not None else ():
-        elsewhere = replace(rules, weights=replace(rules.weights, layer=i))
-        if i == layer or (other := elsewhere.operation(departure.place)) is None:
+    layer, rules, place = departure.place.layer, departure.rules, departure.place
+    numbers = [i for i in range(rules.spec.dims.num_layers) if layer not in (None, i)]
+    known = [(STALE, f"as in {earlier.spec.path}", earlier) for earlier in departure.older]
+    known += [(MISPLACED, f"as in layer {i}", replace(rules, weights=replace(rules.weights, layer=i))) for i in numbers]
+    for name, words, elsewhere in known:
+        if (other := elsewhere.operation(place)) is None:
             continue
-        yield MISPLACED, f"as in layer {i}", other
+        yield name, words, other
+        # The weight alone, with the bias that belongs here.
         if isinstance(other, Linear) and isinstance(departure.operation, Linear) and other.bias is not None:
-            yield MISPLACED, f"as in layer {i}", replace(other, bias=departure.operation.bias)
+            yield name, words, replace(other, bias=departure.operation.bias)
 
 
 def _span(departure: Departure, tensor: str, wrong: torch.Tensor) -> str:

@@ -30,7 +30,7 @@ AT = Place(layer=2, seed=7)
         ("qwen3", "rope theta", "layer 0, rotary positions of queries"),
         pytest.param("gemma2", "window", "layer 0, attention", marks=pytest.mark.long),
         pytest.param("qwen2", "stale slice", "layer 2, ", marks=pytest.mark.long),
-        pytest.param("llama", "one bit", "layer 2, ", marks=pytest.mark.long),
+        pytest.param("qwen3", "one bit", "layer 2, ", marks=pytest.mark.long),
         pytest.param("gemma3", None, "", marks=pytest.mark.long),
     ],
 )
