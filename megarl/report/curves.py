@@ -222,7 +222,7 @@ def _stack(
 ) -> None:
     """Draw columns, one value per step each, as areas on top of one another, with their names on the right.
 
-    Of more than `MAX_SHOWN` steps, means over as many equal parts are drawn.
+    The areas of more than `MAX_SHOWN` steps are means over as many equal parts.
     """
     end = steps[-1] + 0.5
     if (width := -(-len(steps) // MAX_SHOWN)) > 1:
