@@ -12,15 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
 from megarl.cluster.remotes import Process, Remote, Stream
-from megarl.environments.worker import (
-    EnvironmentWorker,
-    EpisodeReply,
-    StartRequest,
-    TriesRequest,
-    TurnRequest,
-    WorkerSpec,
-    sendable,
-)
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import EnvironmentWorker, WorkerSpec, sendable
 from megarl.errors import EngineDiedError
 from megarl.host import loop
 from megarl.host.child_environment import limit_environment

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fnmatch
 import functools
 import inspect
 import json
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, load_object
+from megarl.environments.base import ENVIRONMENTS, Action, Environment, Question, Reply, load_object
 from megarl.environments.calls import AGENT_THREADS, contained
-from megarl.environments.chat import Chat, TurnAsked
+from megarl.environments.chat import Chat
 from megarl.environments.endpoint import chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
@@ -36,9 +35,9 @@ class AgentEnvironment(Environment):
     """An environment whose other side is an agent: a function or a program that uses OpenAI's or Anthropic's client.
 
     The agent's first request is the prompt; one that adds to an answered one brings the reply to that answer; any other
-    is a branch of its own, see `Chat`; one with `n` is answered by so many branches. Its end ends the conversation. It
-    returns the reward, or a mapping with `reward`, `rewards` of single turns by the ids of completions, and further
-    findings.
+    is a branch of its own, see `Chat`; those that come together are answered together, and one with `n` is answered by
+    so many branches. Its end ends the conversation. It returns the reward, or a mapping with `reward`, `rewards` of
+    single turns by the ids of completions, and further findings.
     """
 
     owns_prompt = True
@@ -74,17 +73,15 @@ class AgentEnvironment(Environment):
             self._call = lambda prompt, url: asyncio.get_running_loop().run_in_executor(
                 AGENT_THREADS, functools.partial(function, prompt=prompt, base_url=url, api_key=API_KEY)
             )
-        self._chat = Chat(PARSERS.get(parser) if parser else None)
-        self._untrained_models = tuple(untrained_models)
+        self._chat = Chat(PARSERS.get(parser) if parser else None, tuple(untrained_models))
         self._running: asyncio.Future[Any] | None = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         self._chat.count_tokens = self.count_tokens
         self._running = asyncio.ensure_future(contained(self._call(prompt, chat_server().open(self._chat))))
-        if (asked := await self._next_request(self._running)) is None:
+        if (asked := await self._next_question(self._running)) is None:
             raise RuntimeError("the agent ended without a request")
-        self.tools = asked.tools
-        return asked.messages
+        return asked.context
 
     async def reply(self, action: Action) -> Reply:
         return await self.choose([action])
@@ -92,11 +89,10 @@ class AgentEnvironment(Environment):
     async def choose(self, actions: Sequence[Action]) -> Reply:
         assert self._running is not None, "it was started"
         num_calls = self._chat.answer(actions)
-        if (asked := await self._next_request(self._running)) is not None:
-            self.tools = asked.tools
-            if asked.after_turn is None:
-                return Reply(context=asked.messages, num_calls=num_calls)
-            return Reply(messages=asked.messages, after_turn=asked.after_turn, num_calls=num_calls)
+        if (asked := await self._next_question(self._running)) is not None:
+            return Reply(
+                messages=asked.messages, context=asked.context, after_turn=asked.after_turn, num_calls=num_calls
+            )
         returned = self._running.result()
         found: dict[str, object] = {f"branches_{cause}": count for cause, count in self._chat.branches.items()}
         counts = {"refused_requests": self._chat.num_refused, "changed_calls": len(self._chat.changed)}
@@ -134,17 +130,20 @@ class AgentEnvironment(Environment):
                 # Nobody asks any more how it ended.
                 self._running.exception()
 
-    async def _next_request(self, running: asyncio.Future[Any]) -> TurnAsked | None:
-        """Wait for the agent's next request, and return it; None if the agent ended. Raises its error if it failed."""
-        asked = asyncio.ensure_future(self._chat.next_request())
+    async def _next_question(self, running: asyncio.Future[Any]) -> Question | None:
+        """Wait for the agent's next requests, and return the first of them; None if the agent ended.
+
+        Raises its error if it failed.
+        """
+        asked = asyncio.ensure_future(self._chat.next_questions())
         try:
             await asyncio.wait([asked, running], return_when=asyncio.FIRST_COMPLETED)
             # An agent may end with an error because its request was wrong: the request says more.
             if asked.done():
-                request = asked.result()
-                self.max_turn_tokens, self.num_tries = request.max_tokens, request.num_tries
-                self.trains = not any(fnmatch.fnmatchcase(request.model, each) for each in self._untrained_models)
-                return request
+                first, *self.beside = asked.result()
+                self.max_turn_tokens, self.num_tries = first.max_turn_tokens, first.num_tries
+                self.tools, self.trains = first.tools, first.trains
+                return first
             running.result()
             return None
         finally:

@@ -73,6 +73,23 @@ def short(messages: Sequence[Message]) -> Sequence[Message]:
     return messages
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A context that the policy answers at the same time as its next turn, by a turn of its own.
+
+    messages, after_turn, context: as those of a reply. tools, max_turn_tokens, num_tries, trains: as those of an
+    environment.
+    """
+
+    messages: tuple[Message, ...] = ()
+    after_turn: int | None = None
+    context: tuple[Message, ...] = ()
+    tools: Sequence[Mapping[str, object]] = ()
+    max_turn_tokens: int | None = None
+    num_tries: int = 1
+    trains: bool = True
+
+
 class Environment:
     """The base class of environments. Each sample has an object of its own, so it may keep state between turns.
 
@@ -95,6 +112,9 @@ class Environment:
     num_tries: int = 1
     # Whether the policy's next turn trains; it may change with every reply.
     trains: bool = True
+    # Contexts that the policy answers at the same time as it writes its next turn; `choose` gets all of these turns, in
+    # order. It may change with every reply.
+    beside: Sequence[Question] = ()
     # It is there once a worker has the conversation.
     count_tokens: "TokenCounter | None" = None
 

@@ -5,37 +5,29 @@ and not tokenised again.
 """
 
 import asyncio
+import contextlib
+import fnmatch
 import json
+import math
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.data.thoughts import split_thought
-from megarl.environments.base import Action, TokenCounter
+from megarl.environments.base import Action, Question, TokenCounter
 from megarl.environments.chat_requests import RequestError, Said, in_order_of_calls, read_message, refuse_fields
 from megarl.environments.parsers import Parser, read_calls
+from megarl.host.clock import awake_s
 from megarl.host.unicode import readable
 from megarl.types import Message
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnAsked:
-    """A request for a turn of the policy.
-
-    after_turn: the number of the turn that the messages follow; None: they are all that the policy reads. max_tokens:
-    the limit of the turn, if the request has one. num_tries: how many answers it asks for. model: the name by which it
-    asks for the policy.
-    """
-
-    messages: tuple[Message, ...]
-    after_turn: int | None
-    tools: Sequence[Mapping[str, object]]
-    max_tokens: int | None
-    num_tries: int
-    model: str
+# Requests that come within this many seconds are answered at the same time; after turns that took long to write, within
+# this share of their time, if as many chats may go on as that.
+GATHER_S, GATHER_SHARE = 0.005, 0.1
+Tools: TypeAlias = Sequence[Mapping[str, object]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,11 +35,12 @@ class _Request:
     """A request that waits for the policy, with the whole chat that it sent.
 
     may_call: whether a call of a tool in the answer is one, or text. is_gone: whether its client has left. id_prefix,
-    has_thoughts: as its dialect wants them.
+    has_thoughts: as its dialect wants them. after_turn: the turn after which it goes on, if there is one; num_known:
+    how many of its messages lead to that turn's answer.
     """
 
     said: list[Said]
-    tools: Sequence[Mapping[str, object]]
+    tools: Tools
     may_call: bool
     max_tokens: int | None
     num_tries: int
@@ -56,25 +49,37 @@ class _Request:
     is_gone: Callable[[], Awaitable[bool]]
     id_prefix: str
     has_thoughts: bool
+    num_known: int = 0
+    after_turn: int | None = None
 
 
 class Chat:
     """The chats of one sample, between the HTTP requests of its agent and the environment that has the policy's turns.
 
-    Requests are answered one after the other. One that has all messages of an earlier one, its answer and new messages
-    goes on with that chat. Any other begins a chat of its own: a history that was rewritten or made shorter, a
-    sub-agent's, the same question once more. turns: by the id of each completion, the turns that are its choices.
+    Requests that come together are answered together. One that has all messages of an earlier one, its answer and new
+    messages goes on with that chat. Any other begins a chat of its own: a history that was rewritten or made shorter, a
+    sub-agent's, the same question once more. Messages that chats share are kept once, as a tree.
+
+    turns: by the id of each completion, the turns that are its choices.
     histories: by such an id, all messages up to the completion, where clients may go on from it by the id alone.
     branches: how many requests began a chat of their own, by the cause. num_refused: requests that were not answered.
     changed: the calls of answers that came back with other arguments, by their ids.
     """
 
-    def __init__(self, parse: Parser | None) -> None:
-        """Begin without chats; `parse` finds the policy's calls of tools, if any are looked for."""
+    def __init__(self, parse: Parser | None, untrained_models: Sequence[str] = ()) -> None:
+        """Begin without chats; `parse` finds the policy's calls of tools, if any are looked for.
+
+        untrained_models: turns that are asked for by such a name, as patterns with *, do not train.
+        """
         self.key = secrets.token_urlsafe(16)
-        self._parse = parse
-        # The messages up to the answer, and the tools, of each answered turn. Its text, by the message that was sent.
-        self._answered: list[tuple[list[Said], Sequence[Mapping[str, object]]]] = []
+        self._parse, self._untrained_models = parse, untrained_models
+        # The place of each message in the tree, by that of the one before it; the root's is 0. Places of answered
+        # requests, and of answers with their turns and tools.
+        self._places: dict[tuple[int, Said], int] = {}
+        self._questions: set[int] = set()
+        self._answered: dict[int, list[tuple[int, Tools]]] = {}
+        self._tools: list[Tools] = []
+        # The text of an answered turn, by the message that was sent.
         self._texts: dict[Said, str] = {}
         # The answers with calls, by the ids of these.
         self._calling: dict[tuple[str, ...], Said] = {}
@@ -82,44 +87,89 @@ class Chat:
         self.histories: dict[str, Sequence[Mapping[str, Any]]] = {}
         self.branches, self.num_refused, self.changed = Counter[str](), 0, set[tuple[str, ...]]()
         self.count_tokens: TokenCounter | None = None
-        self._waiting: deque[_Request] = deque()
+        # Requests that wait for the policy, and those that it answers now, since when.
+        self._waiting: list[_Request] = []
+        self._asked: list[_Request] = []
+        self._began = 0.0
         self._arrived = asyncio.Event()
-        # The request that the policy answers now.
-        self._asked: _Request | None = None
+        # By turn, how many requests its answer may bring; how many may come together, and how long they are waited for.
+        self._weights: dict[int, int] = {}
+        self._num_expected, self._patience_s, self._gather_until = 0, GATHER_S, math.inf
         self._is_closed = False
 
-    async def next_request(self) -> TurnAsked:
-        """Wait for the agent to ask for a turn."""
-        while not self._waiting:
+    async def next_questions(self) -> list[Question]:
+        """Wait for the agent to ask for turns, and return all that it asks for together, in an order of their own.
+
+        How soon each arrived makes no difference to it.
+        """
+        while not self._is_gathered():
             self._arrived.clear()
-            await self._arrived.wait()
-        asked = self._asked = self._waiting.popleft()
-        count, after_turn = 0, None
-        for turn, (said, tools) in enumerate(self._answered):
-            goes_on = len(asked.said) > len(said) and asked.said[: len(said)] == said and asked.tools == tools
-            if goes_on and not any(each.role == "assistant" for each in asked.said[len(said) :]):
-                count, after_turn = len(said), turn
-        if after_turn is None and self._answered:
-            self.branches[self._cause(asked)] += 1
-        return TurnAsked(
-            messages=self._messages(asked.said[count:]),
-            after_turn=after_turn,
+            left_s = self._gather_until - awake_s() if self._waiting else None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), left_s)
+        self._asked, self._waiting = sorted(self._waiting, key=self._order), []
+        self._began = awake_s()
+        return [self._question(each) for each in self._asked]
+
+    def _is_gathered(self) -> bool:
+        """Return whether as many requests wait as may come together, or the time for it is over."""
+        if not self._waiting:
+            return False
+        for each in self._waiting:
+            each.num_known, each.after_turn = self._known_turn(each)
+        if not math.isfinite(self._gather_until):
+            self._gather_until = awake_s() + (self._patience_s if self._num_expected > 1 else GATHER_S)
+        is_new = any(each.after_turn is None for each in self._waiting)
+        # A chat that goes on after calls of sub-agents does so in their place.
+        num_come = sum(1 if each.after_turn is None else self._weights[each.after_turn] for each in self._waiting)
+        is_whole = num_come >= self._num_expected and (self._num_expected > 1 or not is_new)
+        return is_whole or awake_s() >= self._gather_until
+
+    def _order(self, asked: _Request) -> tuple[object, ...]:
+        after, said = asked.after_turn, [(each.role, each.text, each.calls) for each in asked.said]
+        limits = (asked.num_tries, asked.max_tokens or 0, asked.model)
+        return (math.inf if after is None else after, said, self._tools.index(asked.tools), *limits)
+
+    def _places_of(self, said: Sequence[Said]) -> list[int]:
+        """Return the places in the tree of chats of those first messages that are known, after that of the root."""
+        places = [0]
+        for each in said:
+            if (place := self._places.get((places[-1], each))) is None:
+                break
+            places.append(place)
+        return places
+
+    def _known_turn(self, asked: _Request) -> tuple[int, int | None]:
+        """Return after which turn a request goes on, and how many messages lead to its answer; 0 and None: no turn."""
+        num_known = max((i for i, each in enumerate(asked.said, 1) if each.role == "assistant"), default=0)
+        places = self._places_of(asked.said[:num_known])
+        if len(places) > num_known > 0:
+            turns = [turn for turn, tools in self._answered.get(places[-1], ()) if tools is asked.tools]
+            return (num_known, turns[-1]) if turns else (0, None)
+        return 0, None
+
+    def _question(self, asked: _Request) -> Question:
+        messages, goes_on = self._messages(asked.said[asked.num_known :]), asked.after_turn is not None
+        return Question(
+            messages=messages if goes_on else (),
+            after_turn=asked.after_turn,
+            context=() if goes_on else messages,
             tools=asked.tools,
-            max_tokens=asked.max_tokens,
+            max_turn_tokens=asked.max_tokens,
             num_tries=asked.num_tries,
-            model=asked.model,
+            trains=not any(fnmatch.fnmatchcase(asked.model, each) for each in self._untrained_models),
         )
 
     def _cause(self, asked: _Request) -> str:
         """Return why a request goes on from no earlier one: the same was asked before, its tools differ, it begins in
         another way, or messages within were changed or left out.
         """
-        questions = [said[:-1] for said, _ in self._answered]
-        if any(asked.said == question for question in questions):
+        places = self._places_of(asked.said)
+        if len(places) > len(asked.said) and places[-1] in self._questions:
             return "asked_again"
-        if any(asked.said[: len(said)] == said for said, _ in self._answered):
+        if any(place in self._answered for place in places):
             return "other_tools"
-        return "rewritten" if any(asked.said[0] == question[0] for question in questions) else "other_beginning"
+        return "rewritten" if len(places) > 1 else "other_beginning"
 
     def _messages(self, said: Sequence[Said]) -> tuple[Message, ...]:
         """Return messages as the policy reads them, its own turns as it wrote them."""
@@ -129,10 +179,33 @@ class Chat:
         )
 
     def answer(self, actions: Sequence[Action]) -> int:
-        """Answer the agent's request with all tries of the policy's turn; return the number of tools that they call."""
-        assert self._asked is not None, "the policy speaks when it is asked"
-        asked, self._asked = self._asked, None
-        choices = [self._choice(asked, index, action) for index, action in enumerate(actions)]
+        """Answer the agent's requests with all turns of the policy; return the number of tools that they call."""
+        assert self._asked, "the policy speaks when it is asked"
+        rest, asked, num_calls, num_expected = list(actions), self._asked, 0, 0
+        while asked and rest:
+            first, *asked = asked
+            own, rest = rest[: first.num_tries], rest[first.num_tries :]
+            if first.after_turn is None and self._answered:
+                self.branches[self._cause(first)] += 1
+            called = self._answer(first, own)
+            num_calls += called
+            # Each call may be a sub-agent's; a chat with tools has ended with a turn that calls none.
+            weight = max(called, not first.tools)
+            self._weights |= dict.fromkeys((action.turn for action in own), weight)
+            num_expected += weight
+        self._asked, self._waiting = [], [*asked, *self._waiting]
+        self._num_expected = num_expected + len(self._waiting)
+        self._patience_s = max(GATHER_S, GATHER_SHARE * (awake_s() - self._began))
+        self._gather_until = math.inf
+        return num_calls
+
+    def _answer(self, asked: _Request, actions: Sequence[Action]) -> int:
+        """Answer a request with all tries of a turn; return the number of tools that they call."""
+        place = 0
+        for each in asked.said:
+            place = self._places.setdefault((place, each), len(self._places) + 1)
+        self._questions.add(place)
+        choices = [self._choice(asked, place, index, action) for index, action in enumerate(actions)]
         num_before, num_written = actions[0].num_before, sum(action.num_tokens for action in actions)
         usage = {"prompt_tokens": num_before, "completion_tokens": num_written}
         name = asked.id_prefix + secrets.token_hex(8)
@@ -150,7 +223,7 @@ class Chat:
             asked.answer.set_result(completion)
         return sum(len(choice["message"].get("tool_calls", ())) for choice in choices)
 
-    def _choice(self, asked: _Request, index: int, action: Action) -> dict[str, Any]:
+    def _choice(self, asked: _Request, place: int, index: int, action: Action) -> dict[str, Any]:
         """Return a turn of the policy as a choice of a completion, and remember what it answered."""
         calls = []
         if self._parse and asked.may_call and not action.is_cut:
@@ -175,7 +248,8 @@ class Chat:
                 for i, function in enumerate(functions)
             ]
         answer = read_message(message, "the answer")
-        self._answered.append(([*asked.said, answer], asked.tools))
+        place = self._places.setdefault((place, answer), len(self._places) + 1)
+        self._answered.setdefault(place, []).append((action.turn, asked.tools))
         if calls or thought:
             self._texts[answer] = action.text
         if calls:
@@ -207,13 +281,15 @@ class Chat:
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         num_tries = body.get("n") or 1
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
-        for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
+        for waiting in [*self._asked, *self._waiting]:
             # A client that gave up waiting asks again: that is not a further turn.
             is_same = (waiting.said, waiting.tools, waiting.num_tries) == (said, tools, num_tries)
             if is_same and await waiting.is_gone():
                 waiting.answer.cancel()
                 waiting.answer, waiting.is_gone = answer, is_gone
                 return await answer
+        if not any(each is tools for each in self._tools):
+            self._tools.append(tools)
         model = str(body.get("model", "policy"))
         limit, may_call = min(limits, default=None), bool(tools) and body.get("tool_choice") != "none"
         self._waiting.append(
@@ -239,7 +315,7 @@ class Chat:
         assert self.count_tokens is not None, "a worker has the conversation"
         return self.count_tokens(self._messages(said), tools)
 
-    def _read(self, body: Mapping[str, Any]) -> tuple[list[Said], Sequence[Mapping[str, object]]]:
+    def _read(self, body: Mapping[str, Any]) -> tuple[list[Said], Tools]:
         """Return the messages and tools of a request. Raises RequestError for what cannot be honoured."""
         if self._is_closed:
             raise RequestError("the conversation has ended")
@@ -251,7 +327,7 @@ class Chat:
         said = [self._known(read_message(message, f"messages[{i}]")) for i, message in enumerate(messages)]
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
-        return said, tools
+        return said, next((each for each in self._tools if each == tools), tools)
 
     def _known(self, said: Said) -> Said:
         """Return a message, or the answer that it is by the ids of its calls: clients may change arguments."""
@@ -263,6 +339,6 @@ class Chat:
     def close(self) -> None:
         """End all chats: who still waits for an answer gets none."""
         self._is_closed = True
-        for waiting in [*([] if self._asked is None else [self._asked]), *self._waiting]:
+        for waiting in [*self._asked, *self._waiting]:
             if not waiting.answer.done():
                 waiting.answer.set_exception(RequestError("the conversation has ended"))

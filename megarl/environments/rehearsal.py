@@ -28,7 +28,8 @@ async def play(make: Callable[[], Environment], prompt: Prompt, *, max_turns: in
         _require_messages(await _in_time(environment.start(prompt), reply_s, "start"), "start")
         for turn, text in zip(range(min(max_turns, _MOST_TURNS)), _script(environment), strict=False):
             actions = [
-                Action(text=text, turn=turn + i, num_tokens=1, num_before=turn) for i in range(environment.num_tries)
+                Action(text=text, turn=turn + i, num_tokens=1, num_before=turn)
+                for i in range(environment.num_tries + sum(each.num_tries for each in environment.beside))
             ]
             if len(actions) == 1:
                 said = await _in_time(environment.reply(actions[0]), reply_s, "reply")

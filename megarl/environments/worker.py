@@ -13,13 +13,14 @@ from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
 from megarl.data.turns import InterTurnTokens
-from megarl.environments.base import Action, Environment, Reply, open_environments, short
+from megarl.environments.base import Action, Environment, Question, Reply, open_environments, short
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
 from megarl.host.unicode import readable
 from megarl.host.user_code import place_of
-from megarl.types import ChatPart, Message, Prompt
+from megarl.types import ChatPart, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,89 +48,24 @@ class WorkerSpec:
     marks_texts: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartRequest:
-    """A request to begin a conversation, or to go on with one whose policy wrote `turns` so far, as token ids.
-
-    chat: the parts of the conversation that replies brought, where its history is rendered.
-    """
-
-    prompt: Prompt
-    turns: tuple[Sequence[int], ...] = ()
-    chat: tuple[ChatPart, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
-    """A request to reply to a turn of the policy.
-
-    is_cut: a limit ended the turn. num_before: the tokens of prompt and conversation before it.
-    """
-
-    token_ids: Sequence[int]
-    turn: int
-    is_cut: bool = False
-    num_before: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriesRequest:
-    """A request to choose among several tries of a turn."""
-
-    tries: tuple[TurnRequest, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeReply:
-    """The result of a request to a worker.
-
-    token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
-    environment added messages to it, else nothing. after_turn: the number of the turn that they follow; None: the last.
-    is_context: they are instead all that the policy reads next. observed: bounds, in `token_ids`, of the texts of its
-    messages; None: nobody asked. max_turn_tokens: the environment's limit of the next turn. num_tries: how many times
-    the policy writes it. trains: whether it trains. rewards: those of turns by their numbers, besides `reward` of the
-    last one. is_anew: a conversation that was to go on begins again. part: what was said, where the history is
-    rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`,
-    `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is to be replaced; empty:
-    it is not.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    max_turn_tokens: int | None = None
-    num_tries: int = 1
-    trains: bool = True
-    done: bool = False
-    reward: float = 0.0
-    rewards: Mapping[int, float] = field(default_factory=dict)
-    num_calls: int = 0
-    details: Mapping[str, object] = field(default_factory=dict)
-    is_anew: bool = False
-    part: ChatPart | None = None
-    after_turn: int | None = None
-    is_context: bool = False
-    observed: tuple[tuple[int, int], ...] | None = None
-    seconds: float = 0.0
-    failure: str = ""
-    reason: str = ""
-    worn_out: str = ""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
-    """A conversation that has begun. chat: the messages that the policy reads for its next turn. turns: each
-    turn's last token, and the messages up to and with it, by its number. part: what the environment said last.
+    """A conversation that has begun. chat: the messages that the policy reads for its next turn. asked: those of each
+    turn that it writes at the same time. turns: each turn's last token, and the messages up to and with it, by its
+    number. part: what the environment said last.
     """
 
     environment: Environment
     began: float
     chat: Sequence[Message]
+    asked: list[Sequence[Message]] = field(default_factory=list)
     turns: dict[int, tuple[int, Sequence[Message]]] = field(default_factory=dict)
     part: ChatPart | None = None
 
     def hear(self, messages: Sequence[Message], after: int | None) -> None:
         """Let the policy read messages next, after the turn of a number, or as the whole chat."""
         self.chat = [*([] if after is None else self.turns[after][1]), *messages]
-        self.part = ChatPart(turn=len(self.turns), messages=tuple(messages), after=after)
+        self.part = ChatPart(turn=len(self.turns) + len(self.asked), messages=tuple(messages), after=after)
 
     def recall(self, last_tokens: Sequence[int], texts: Sequence[str], parts: Sequence[ChatPart]) -> None:
         """Let a conversation go on that has these turns of the policy, and heard these parts.
@@ -174,7 +110,7 @@ class EnvironmentWorker:
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
                 if await environment.resume(request.prompt, actions):
                     live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
-                    return EpisodeReply(**self._next_turn(environment))
+                    return EpisodeReply(**self._next_turns(live))
             opening = [self._inter_turn.plain(each) for each in short(await environment.start(request.prompt))]
             if opening:
                 live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
@@ -182,7 +118,7 @@ class EnvironmentWorker:
             if (limit := self._spec.max_prompt_tokens) is not None and len(ids) > limit:
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, data.max_prompt_tokens is {limit}")
             part = live.part if self._config.history == "rendered" else None
-            told = self._next_turn(environment)
+            told = self._next_turns(live)
             return EpisodeReply(token_ids=tuple(ids), is_anew=bool(request.turns), part=part, **told)
 
         return await self._limited(begin)
@@ -194,8 +130,9 @@ class EnvironmentWorker:
         tries = request.tries if isinstance(request, TriesRequest) else (request,)
 
         async def reply() -> EpisodeReply:
-            actions = []
-            for each in tries:
+            actions, asked, live.asked = [], live.asked, []
+            # A turn that begins with a demonstration is written alone.
+            for each, chat in zip(tries, asked, strict=False):
                 action = Action(
                     text=self._decode(list(each.token_ids)),
                     turn=each.turn,
@@ -204,13 +141,13 @@ class EnvironmentWorker:
                     num_before=each.num_before,
                 )
                 turn = Message(role="assistant", content=action.text)
-                live.turns[action.turn] = each.token_ids[-1], [*live.chat, turn]
+                live.turns[action.turn] = each.token_ids[-1], [*chat, turn]
                 actions.append(action)
             said = await (environment.reply(actions[0]) if len(actions) == 1 else environment.choose(actions))
             rewards = _rewards(live, actions, said)
-            follows = EpisodeReply() if said.done else self._following(live, actions, said)
-            if self._config.history == "rendered" and not said.done:
-                follows = replace(follows, part=live.part)
+            follows = EpisodeReply()
+            if not said.done:
+                follows = self._following(live, actions, said, environment.tools)
             return replace(
                 follows,
                 done=bool(said.done),
@@ -218,30 +155,39 @@ class EnvironmentWorker:
                 rewards=rewards,
                 num_calls=int(said.num_calls),
                 details=said.details,
-                **self._next_turn(environment),
+                **({} if said.done else self._next_turns(live)),
             )
 
         return await self._limited(reply, left_s=self._config.episode_timeout_s - (awake_s() - live.began))
 
-    def _next_turn(self, environment: Environment) -> dict[str, Any]:
-        """Return what an environment says of the policy's next turn, as fields of a reply."""
-        limit, most = environment.max_turn_tokens, self._config.max_turns
-        if not 1 <= environment.num_tries <= most:
-            raise ValueError(f"num_tries is {environment.num_tries}, expected 1 to environment.max_turns={most}")
-        return {
-            "max_turn_tokens": None if limit is None else int(limit),
-            "num_tries": int(environment.num_tries),
-            "trains": bool(environment.trains),
-        }
+    def _next_turns(self, live: _Conversation) -> dict[str, Any]:
+        """Return what an environment says of the turns that the policy writes next, as fields of a reply."""
+        most, beside, live.asked = self._config.max_turns, list[EpisodeReply](), []
+
+        def fields(said: Environment | Question) -> dict[str, Any]:
+            if not 1 <= said.num_tries <= most:
+                raise ValueError(f"num_tries is {said.num_tries}, expected 1 to environment.max_turns={most}")
+            live.asked += [live.chat] * said.num_tries
+            limit = None if said.max_turn_tokens is None else int(said.max_turn_tokens)
+            return {"max_turn_tokens": limit, "num_tries": int(said.num_tries), "trains": bool(said.trains)}
+
+        told = fields(live.environment)
+        for each in live.environment.beside:
+            said = Reply(messages=each.messages, after_turn=each.after_turn, context=each.context)
+            follows = self._following(live, (), said, each.tools)
+            beside.append(replace(follows, **fields(each)))
+        return {**told, "beside": tuple(beside)}
 
     def _count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> int:
         return len(self._inter_turn.opening([self._inter_turn.plain(each) for each in messages], tools))
 
-    def _following(self, live: _Conversation, actions: Sequence[Action], said: Reply) -> EpisodeReply:
+    def _following(
+        self, live: _Conversation, actions: Sequence[Action], said: Reply, tools: Sequence[Mapping[str, object]]
+    ) -> EpisodeReply:
         """Return the tokens that the policy reads after a turn or its tries, and where they stand."""
         if not said.messages and not said.context:
             raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
-        role, inter_turn, tools = self._config.tool_role, self._inter_turn, live.environment.tools
+        role, inter_turn, is_rendered = self._config.tool_role, self._inter_turn, self._config.history == "rendered"
         messages = [replace(m, role=role) if m.role == "tool" else m for m in short(said.context or said.messages)]
         # The policy's own turns spell no special token.
         plain = [each if each.role == "assistant" else inter_turn.plain(each) for each in messages]
@@ -250,17 +196,17 @@ class EnvironmentWorker:
             after = actions[0].turn
         if after not in live.turns and not (said.context and after is None):
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
+        live.hear(plain, None if said.context else after)
+        part = live.part if is_rendered else None
         if said.context:
-            live.hear(plain, None)
             # Nothing in it is an observation, as it repeats what was said before.
             texts = () if self._spec.marks_texts else None
             ids = inter_turn.opening(plain, tools)
-            return EpisodeReply(token_ids=tuple(ids), observed=texts, is_context=True, after_turn=after)
+            return EpisodeReply(token_ids=tuple(ids), observed=texts, is_context=True, after_turn=after, part=part)
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
-        live.hear(plain, after)
         ids, render, num_repeated = inter_turn.between(messages, last_token=last_token), inter_turn.follows, 0
-        if self._config.history == "rendered":
+        if is_rendered:
             written, whole = inter_turn.text(chat[:-1], tools) + chat[-1].content, partial(inter_turn.text, tools=tools)
             if not whole(live.chat).startswith(written):
                 ids, render, num_repeated = inter_turn.opening(live.chat, tools), whole, len(chat)
@@ -268,7 +214,9 @@ class EnvironmentWorker:
         if self._spec.marks_texts:
             own = [num_repeated + i for i, m in enumerate(messages) if m.role != "assistant" and i not in said.warnings]
             observed = tuple(inter_turn.own_texts(ids, live.chat[len(chat) - num_repeated :], own, render))
-        return EpisodeReply(token_ids=tuple(ids), observed=observed, is_context=num_repeated > 0, after_turn=after)
+        return EpisodeReply(
+            token_ids=tuple(ids), observed=observed, is_context=num_repeated > 0, after_turn=after, part=part
+        )
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""

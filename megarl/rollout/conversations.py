@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.environments.worker import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.turns import segment_turns
 from megarl.types import (
@@ -32,7 +32,7 @@ from megarl.types.forks import Fork, longest_known, num_common, path_before, pat
 from megarl.types.turns import Tries
 
 # A turn that repeats itself lacks its end as well.
-_CUTS = (FinishReason.LENGTH, FinishReason.REPETITION)
+CUTS = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class WorkerLostError(Exception):
@@ -86,19 +86,19 @@ def start_request(prompt: Prompt, sample: Sample) -> StartRequest:
     """Return the request that begins a sample's conversation, or goes on with the turns that have a reply."""
     episode, ids = episode_of(sample), sample.token_ids.tolist()
     num_replied = episode.num_turns - (len(_awaiting(episode)) if episode.awaits_reply else 0)
-    turns = (ids[turn.start : turn.stop] for turn in _turns(sample)[:num_replied])
+    turns = (ids[turn.start : turn.stop] for turn in turns_of(sample)[:num_replied])
     return StartRequest(prompt=prompt, turns=tuple(map(tuple, turns)), chat=episode.chat)
 
 
 def turn_request(sample: Sample) -> TurnRequest | TriesRequest:
-    """Return the request that passes the policy's last turn, or all tries of it, to the environment."""
+    """Return the request that passes the policy's last turn, or all written at the same time, to the environment."""
     episode = episode_of(sample)
     awaiting = _awaiting(episode)
     if len(awaiting) == 1:
         turn = tuple(sample.last_turn_ids.tolist())
         num_before = sample.num_context_tokens - len(turn)
         return TurnRequest(token_ids=turn, turn=awaiting[0], is_cut=episode.is_cut, num_before=num_before)
-    ids, turns, cut = sample.token_ids.tolist(), _turns(sample), episode.tries[-1].cut
+    ids, turns, cut = sample.token_ids.tolist(), turns_of(sample), {turn for each in episode.tries for turn in each.cut}
     return TriesRequest(
         tries=tuple(
             TurnRequest(
@@ -113,9 +113,10 @@ def turn_request(sample: Sample) -> TurnRequest | TriesRequest:
 
 
 def _awaiting(episode: Episode) -> range:
-    """Return the numbers of the turns to which the environment owes a reply: the last one, or all tries of it."""
+    """Return the numbers of the turns to which the environment owes a reply: all that were written with the last."""
     last = episode.num_turns - 1
-    return episode.tries[-1].turns if episode.tries and last in episode.tries[-1].turns else range(last, last + 1)
+    is_known = bool(episode.tries) and last in episode.tries[-1].turns
+    return range(episode.tries[-1].first - episode.tries[-1].place if is_known else last, last + 1)
 
 
 def started(sample: Sample, reply: EpisodeReply) -> Sample:
@@ -132,10 +133,10 @@ def started(sample: Sample, reply: EpisodeReply) -> Sample:
         # A demonstration may be a whole turn.
         is_whole = len(kept) > 1 and bool(rest) and rest[0].source is SegmentSource.ENVIRONMENT
         sample = replace(sample, segments=tuple(kept), forks=(), routed_experts=None)
-        sample = _with(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False)
-        sample = _with(sample, details={}, chat=(), tries=())
+        sample = with_facts(sample, num_turns=int(is_whole), num_calls=0, awaits_reply=is_whole, is_cut=False)
+        sample = with_facts(sample, details={}, chat=(), tries=())
     if reply.part is not None:
-        sample = _with(sample, chat=(reply.part,))
+        sample = with_facts(sample, chat=(reply.part,))
     if reply.token_ids:
         sample = replace(sample, segments=(prompt_segment(reply.token_ids), *sample.segments[1:]))
     return sample
@@ -143,50 +144,21 @@ def started(sample: Sample, reply: EpisodeReply) -> Sample:
 
 def turn_ended(sample: Sample, *, trains: bool = True) -> Sample:
     """Return the sample after an engine has written a turn of the policy; its finish reason is that of the turn."""
-    is_cut = sample.finish_reason in _CUTS
+    is_cut = sample.finish_reason in CUTS
     if not trains:
-        sample = replace(sample, segments=_untrained(sample.segments))
+        sample = replace(sample, segments=untrained(sample.segments))
     num_turns = episode_of(sample).num_turns + 1
     sample = replace(sample, finish_reason=FinishReason.ABORT)
-    return _with(sample, num_turns=num_turns, awaits_reply=True, is_cut=is_cut)
+    return with_facts(sample, num_turns=num_turns, awaits_reply=True, is_cut=is_cut)
 
 
-def _untrained(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def untrained(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Return segments of which the last turn has no loss token; a turn that was interrupted has several."""
     first = len(segments)
     while segments[first - 1].source is SegmentSource.POLICY:
         first -= 1
     own = (replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in segments[first:])
     return (*segments[:first], *own)
-
-
-def tried(sample: Sample, parts: Sequence[Sample], *, trains: bool = True) -> Sample:
-    """Return the sample with all tries of its next turn; each part is the sample with one of them at its end.
-
-    They stand in their order, each on a branch of its own, with an empty reply between them.
-    """
-    episode, num_segments, num_known = episode_of(sample), len(sample.segments), sample.num_tokens
-    context_end = int(path_before(num_known, sample.forks)[-1])
-    if not trains:
-        parts = [replace(part, segments=_untrained(part.segments)) for part in parts]
-    first, *others = parts
-    segments, forks, num_tokens = list(first.segments), list(sample.forks), first.num_tokens
-    for part in others:
-        forks.append(Fork(num_tokens, context_end))
-        segments += [environment_segment([]), *part.segments[num_segments:]]
-        num_tokens += part.num_tokens - num_known
-    experts = first.routed_experts
-    if experts is not None:
-        own = [part.routed_experts[num_known:] for part in others if part.routed_experts is not None]
-        experts = np.concatenate([experts, *own])
-    number, tries, after = episode.num_turns, episode.tries, episode.num_turns - 1
-    if tries and tries[-1].first == number:
-        *earlier, (_, _, after, _) = tries
-        tries = tuple(earlier)
-    cut = tuple(number + i for i, part in enumerate(parts) if part.finish_reason in _CUTS)
-    tries = (*tries, Tries(number, len(parts), after, cut))
-    sample = replace(sample, segments=tuple(segments), forks=tuple(forks), routed_experts=experts)
-    return _with(sample, num_turns=number + len(parts), awaits_reply=True, is_cut=False, tries=tries)
 
 
 def replied(sample: Sample, reply: EpisodeReply, plan: SamplingPlan, limits: EnvironmentConfig) -> Sample:
@@ -198,14 +170,16 @@ def replied(sample: Sample, reply: EpisodeReply, plan: SamplingPlan, limits: Env
     sample = _rewarded(replace(sample, segments=(*earlier, replace(turn, reward=reply.reward))), reply.rewards)
     episode = episode_of(sample)
     details = {**episode.details, **reply.details}
-    sample = _with(sample, awaits_reply=False, num_calls=episode.num_calls + reply.num_calls, details=details)
+    sample = with_facts(sample, awaits_reply=False, num_calls=episode.num_calls + reply.num_calls, details=details)
     if reply.done:
         return finished(sample, FinishReason.STOP)
     if reply.part is not None:
-        sample = _with(sample, chat=(*episode.chat, reply.part))
-    follows = _following(sample, reply)
-    num_turns = episode.num_turns + reply.num_tries
-    if num_turns > limits.max_turns or num_left(follows, plan, limits.max_tokens, reply.num_tries) < 1:
+        sample = with_facts(sample, chat=(*episode.chat, reply.part))
+    follows = reading(sample, reply)
+    awaiting, named = _awaiting(episode), reply.after_turn
+    if named is not None and (named != awaiting[-1] or len(awaiting) > 1):
+        follows = with_facts(follows, tries=(*episode.tries, Tries(episode.num_turns, 1, named)))
+    if min(limits_at_once(follows, reply, plan, limits)) < 1:
         # Without room for a turn, a reply would only be read by nobody.
         return finished(sample, FinishReason.LENGTH)
     return follows
@@ -223,7 +197,7 @@ def _rewarded(sample: Sample, rewards: Mapping[int, float]) -> Sample:
     return replace(sample, segments=tuple(segments))
 
 
-def _following(sample: Sample, reply: EpisodeReply) -> Sample:
+def reading(sample: Sample, reply: EpisodeReply) -> Sample:
     """Return the sample with what the policy reads next after its last token, or on a branch of its own.
 
     A reply that is a whole context follows the longest path of the sample that begins it.
@@ -236,14 +210,12 @@ def _following(sample: Sample, reply: EpisodeReply) -> Sample:
         count, after = longest_known(known, sample.forks, token_ids)
         token_ids, observed = token_ids[count:], observed[count:]
     elif reply.after_turn is not None:
-        after = _turns(sample)[reply.after_turn][-1]
-    forks = sample.forks if after == len(known) - 1 else (*sample.forks, Fork(len(known), after))
+        after = turns_of(sample)[reply.after_turn][-1]
+    # A context that is read at the same time may end at a token of the tree, and then has a fork without tokens.
+    forks = tuple(fork for fork in sample.forks if fork.start < len(known))
+    forks = forks if after == len(known) - 1 else (*forks, Fork(len(known), after))
     # The next request's engine records the experts of these tokens.
     experts = with_unrouted(sample.routed_experts, len(token_ids))
-    episode = episode_of(sample)
-    awaiting, named = _awaiting(episode), reply.after_turn
-    if named is not None and (named != awaiting[-1] or len(awaiting) > 1):
-        sample = _with(sample, tries=(*episode.tries, Tries(episode.num_turns, 1, named)))
     # An empty segment, too, separates the policy's turns.
     said = environment_segment(token_ids.tolist(), None if reply.observed is None else observed)
     segments = (*sample.segments, said)
@@ -254,22 +226,24 @@ def after_worker_died(sample: Sample) -> Sample:
     """Return the sample after its worker died; after the second time it failed, as it may be what kills workers."""
     if episode_of(sample).num_restarts:
         reason = "workers died twice while this conversation's environment worked"
-        return finished(_with(sample, failure="died", reason=reason), FinishReason.FAILED)
-    return _with(sample, num_restarts=1)
+        return finished(with_facts(sample, failure="died", reason=reason), FinishReason.FAILED)
+    return with_facts(sample, num_restarts=1)
 
 
 def finished(sample: Sample, reason: FinishReason) -> Sample:
     """Return the sample at the end of its conversation."""
-    return replace(_with(sample, awaits_reply=False, is_cut=False, chat=()), finish_reason=reason)
+    return replace(with_facts(sample, awaits_reply=False, is_cut=False, chat=()), finish_reason=reason)
 
 
-def num_left(sample: Sample, plan: SamplingPlan, most: int | None = None, num_tries: int = 1) -> int:
+def num_left(
+    sample: Sample, plan: SamplingPlan, most: int | None = None, num_tries: int = 1, num_beside: int = 0
+) -> int:
     """Return how many more tokens the response may have, with several tries each of them.
 
-    most: those of all branches; None: as many as of a path.
+    most: those of all branches; None: as many as of a path. num_beside: what is read on further branches meanwhile.
     """
     on_path = sample.num_context_tokens - len(sample.prompt_token_ids)
-    in_all = (most or plan.max_response_tokens) - sample.num_response_tokens
+    in_all = (most or plan.max_response_tokens) - sample.num_response_tokens - num_beside
     return min(in_all // num_tries, plan.max_response_tokens - on_path)
 
 
@@ -285,12 +259,39 @@ def engine_of(sample: Sample, wrote: Mapping[int, int]) -> int | None:
     return max(latest_first, key=lambda each: num_common(path_to(each[0], sample.forks), context))[1]
 
 
+def asked_at_once(sample: Sample, reply: EpisodeReply) -> list[Sample]:
+    """Return the sample as the policy reads it for its next turn, and for each that it writes at the same time."""
+    return [sample, *(reading(sample, each) for each in reply.beside)]
+
+
+def limits_at_once(sample: Sample, reply: EpisodeReply, plan: SamplingPlan, limits: EnvironmentConfig) -> list[int]:
+    """Return how many tokens each of the turns that `asked_at_once` returns may have, or each try of it.
+
+    One of them is below 1 if there is no room for all.
+    """
+    told, together = (reply, *reply.beside), sample
+    for each in reply.beside:
+        together = reading(together, each)
+    num_tries, num_read = sum(each.num_tries for each in told), together.num_response_tokens
+    if episode_of(sample).num_turns + num_tries > limits.max_turns:
+        return [0]
+    return [
+        turn_limit(each, plan, limits, one.max_turn_tokens, num_tries, num_read - each.num_response_tokens)
+        for each, one in zip(asked_at_once(sample, reply), told, strict=True)
+    ]
+
+
 def turn_limit(
-    sample: Sample, plan: SamplingPlan, limits: EnvironmentConfig, own: int | None, num_tries: int = 1
+    sample: Sample,
+    plan: SamplingPlan,
+    limits: EnvironmentConfig,
+    own: int | None,
+    num_tries: int = 1,
+    num_beside: int = 0,
 ) -> int:
     """Return how many more tokens the turn under way, or each try of it, may have.
 
-    own: the environment's limit of it, if any.
+    own: the environment's limit of it, if any. num_beside: as for `num_left`.
     """
     begun: list[Segment] = []
     for segment in reversed(sample.segments[1:]):
@@ -299,10 +300,10 @@ def turn_limit(
         begun.append(segment)
     num_begun = sum(len(segment.token_ids) for segment in begun)
     of_turn = [max(1, limit - num_begun) for limit in (limits.max_turn_tokens, own) if limit is not None]
-    return min([num_left(sample, plan, limits.max_tokens, num_tries), *of_turn])
+    return min([num_left(sample, plan, limits.max_tokens, num_tries, num_beside), *of_turn])
 
 
-def _turns(sample: Sample) -> list[range]:
+def turns_of(sample: Sample) -> list[range]:
     """Return where the policy's turns stand in the sample; the last may be under way or lack its reply."""
     found, start = list[range](), len(sample.prompt_token_ids)
     for is_reply, segments in groupby(sample.segments[1:], lambda s: s.source is SegmentSource.ENVIRONMENT):
@@ -315,11 +316,11 @@ def _turns(sample: Sample) -> list[range]:
 
 def _noted(sample: Sample, reply: EpisodeReply) -> Sample:
     """Return the sample with the time that a reply took; if it is a failure, the sample has ended with it."""
-    sample = _with(sample, seconds=episode_of(sample).seconds + reply.seconds)
+    sample = with_facts(sample, seconds=episode_of(sample).seconds + reply.seconds)
     if reply.failure:
-        return finished(_with(sample, failure=reply.failure, reason=reply.reason), FinishReason.FAILED)
+        return finished(with_facts(sample, failure=reply.failure, reason=reply.reason), FinishReason.FAILED)
     return sample
 
 
-def _with(sample: Sample, **changes: Any) -> Sample:
+def with_facts(sample: Sample, **changes: Any) -> Sample:
     return replace(sample, episode=replace(episode_of(sample), **changes))

@@ -227,7 +227,10 @@ def _read_episode(text: str) -> Episode:
         ChatPart(**{**part, "messages": tuple(Message(**message) for message in part["messages"])})
         for part in fields.pop("chat", ())
     )
-    tries = tuple(Tries(first, count, after, tuple(cut)) for first, count, after, cut in fields.pop("tries", ()))
+    # Those of earlier versions have no place.
+    tries = tuple(
+        Tries(first, count, after, tuple(cut), *place) for first, count, after, cut, *place in fields.pop("tries", ())
+    )
     return Episode(**fields, chat=chat, tries=tries)
 
 

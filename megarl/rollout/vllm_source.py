@@ -1,30 +1,34 @@
 """Produce samples with vLLM engines; `VllmSource.sample_one` is a sample's whole way from its prompt to the judges."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
+from megarl.environments.episodes import EpisodeReply
 from megarl.host import loop
+from megarl.rollout.at_once import written_at_once
 from megarl.rollout.conversations import (
     Conversation,
     Episodes,
     WorkerLostError,
     after_worker_died,
+    asked_at_once,
     engine_of,
     episode_of,
     finished,
+    limits_at_once,
     num_left,
     replied,
     start_request,
     started,
-    tried,
     turn_ended,
     turn_limit,
     turn_request,
+    turns_of,
     with_episode,
 )
 from megarl.rollout.engine import Completion, GenerationRequest
@@ -93,17 +97,8 @@ class VllmSource:
                 elif episode_of(sample).awaits_reply:
                     self._workers.act(conversation, turn_request(sample))
                     sample = replied(sample, reply := await conversation.reply, plan, self._limits)
-                elif reply.num_tries > 1 and sample.segments[-1].source in GIVEN:
-                    limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens, reply.num_tries)
-                    seeds = [try_seed(sample.seed, number) for number in range(reply.num_tries)]
-                    known, engine = sample.num_tokens, engine_of(sample, wrote)
-                    tries = (self._try(group, replace(sample, seed=seed), limit, engine) for seed in seeds)
-                    # They stand in this order, whichever is written first; a checkpoint has all of them or none.
-                    written = await asyncio.gather(*tries)
-                    sample, end = tried(sample, [part for part, _ in written], trains=reply.trains), known
-                    for part, engine in written:
-                        end += part.num_tokens - known
-                        wrote |= {} if engine is None else {end: engine}
+                elif (reply.num_tries > 1 or reply.beside) and sample.segments[-1].source in GIVEN:
+                    sample = await self._write_at_once(group, sample, reply, wrote)
                 else:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens)
                     completion = await self._generate(group, sample, limit, engine_of(sample, wrote))
@@ -120,9 +115,34 @@ class VllmSource:
             self._workers.end(conversation)
         return sample
 
-    async def _try(self, group: Group, sample: Sample, limit: int, engine: int | None) -> tuple[Sample, int | None]:
-        """Write one of several tries of a turn; return the sample with it, and the engine that has its keys."""
-        num_known = sample.num_response_tokens
+    async def _write_at_once(self, group: Group, sample: Sample, reply: EpisodeReply, wrote: dict[int, int]) -> Sample:
+        """Let the policy write several turns at the same time; return the sample with all of them, or at its end if
+        there is no room for them. wrote: as for `engine_of`; it is brought up to date.
+        """
+        asked = asked_at_once(sample, reply)
+        limits = limits_at_once(sample, reply, group.plan, self._limits)
+        counts, number = [reply.num_tries, *(each.num_tries for each in reply.beside)], episode_of(sample).num_turns
+        if min(limits) < 1:
+            return finished(sample, FinishReason.LENGTH)
+        which = [i for i, count in enumerate(counts) for _ in range(count)]
+        # They stand in this order, whichever is written first; a checkpoint has all of them or none.
+        written = await asyncio.gather(
+            *(
+                self._try(group, replace(asked[i], seed=try_seed(sample.seed, place)), limits[i], wrote)
+                for place, i in enumerate(which)
+            )
+        )
+        parts = [[part for (part, _), i in zip(written, which, strict=True) if i == each] for each in range(len(asked))]
+        sample = written_at_once(sample, reply, parts)
+        for turn, (_, engine) in zip(turns_of(sample)[number:], written, strict=True):
+            wrote |= {} if engine is None else {turn.stop: engine}
+        return sample
+
+    async def _try(
+        self, group: Group, sample: Sample, limit: int, wrote: Mapping[int, int]
+    ) -> tuple[Sample, int | None]:
+        """Write one of several turns; return the sample with it, and the engine that has its keys."""
+        num_known, engine = sample.num_response_tokens, engine_of(sample, wrote)
         while sample.finish_reason is FinishReason.ABORT:
             most = max(1, limit - sample.num_response_tokens + num_known)
             completion = await self._engines.generate(_request(group, sample, most, engine))

@@ -42,12 +42,14 @@ class Tries(NamedTuple):
     """The `num` turns from `first` on, which follow the turn `after` (-1: none), each by itself.
 
     Several were written side by side from the same context, before anything read them. cut: those that a limit ended.
+    place: how many turns of other contexts were written at the same time, and stand before these.
     """
 
     first: int
     num: int
     after: int
     cut: tuple[int, ...] = ()
+    place: int = 0
 
     @property
     def turns(self) -> range:
@@ -91,9 +93,11 @@ TurnPlace(after=1, first_try=3)]
 
 
 def try_of(turn: int, tries: Sequence[Tries]) -> int:
-    """Return the index of a turn among those that were written beside it, 0 if there are none.
+    """Return the index of a turn among those that were written at the same time, 0 if there are none.
 
     >>> try_of(3, [Tries(1, 3, 0)])
     2
+    >>> try_of(6, [Tries(4, 1, 0), Tries(5, 2, 3, place=1)])
+    2
     """
-    return next((turn - each.first for each in tries if turn in each.turns), 0)
+    return next((each.place + turn - each.first for each in tries if turn in each.turns), 0)

@@ -7,14 +7,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.environments.worker import (
-    EnvironmentWorker,
-    EpisodeReply,
-    StartRequest,
-    TriesRequest,
-    TurnRequest,
-    WorkerSpec,
-)
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine

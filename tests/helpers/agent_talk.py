@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.environments.worker import (
-    EnvironmentWorker,
-    EpisodeReply,
-    StartRequest,
-    TriesRequest,
-    TurnRequest,
-    WorkerSpec,
-)
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.types import Message, Prompt
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
@@ -75,19 +69,23 @@ async def converse(
     )
     talk = Talk(replies=[await host.start(7, StartRequest(prompt=row))])
     talk.tokens += talk.last.token_ids
-    number = 0
-    for texts in turns:
-        if talk.last.done or talk.last.failure:
-            break
+    number, said = 0, [*turns]
+    while said and not talk.last.done and not talk.last.failure:
         await asyncio.sleep(think_s)
-        tries = []
-        for text in (texts,) if isinstance(texts, str) else texts:
+        tries, beside = [], [*talk.last.beside]
+        texts = (first,) if isinstance(first := said.pop(0), str) else first
+        # Turns of several chats at the same time are given one after the other.
+        texts = [*texts, *(said.pop(0) for _ in beside)]
+        for text in texts:
             is_cut = text.endswith("…")
             ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
             tries.append(TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens)))
             number += 1
+            talk.tokens += ids
+            if beside and len(tries) >= talk.last.num_tries:
+                talk.tokens += beside.pop(0).token_ids
         talk.replies.append(await host.act(7, tries[0] if len(tries) == 1 else TriesRequest(tries=tuple(tries))))
-        talk.tokens += [*ids, *talk.last.token_ids]
+        talk.tokens += talk.last.token_ids
     await host.close(7)
     return talk
 

@@ -18,7 +18,8 @@ from megarl.cluster.episodes import SILENCE_S, EnvironmentWorkers
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply
 from megarl.environments import worker as environments_worker
-from megarl.environments.worker import EpisodeReply, StartRequest, TurnRequest, WorkerSpec
+from megarl.environments.episodes import EpisodeReply, StartRequest, TurnRequest
+from megarl.environments.worker import WorkerSpec
 from megarl.errors import ConfigError, WorkerError
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation, WorkerLostError

@@ -542,15 +542,56 @@ def test_a_chat_goes_on_after_the_turn_that_it_repeats() -> None:
     assert (end.done, end.reward) == (True, 1.0)
 
 
-def test_requests_side_by_side_are_answered_in_turn() -> None:
+def test_requests_side_by_side_are_answered_together_in_an_order_of_their_own() -> None:
+    """The policy says 3, 4 and 5 to 1+2?, 1+2? and 2+2?, whichever came first."""
+
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         async with client(base_url, api_key) as there:
             other = [{"role": "user", "content": "2+2?"}]
-            found = await asyncio.gather(ask(there, QUESTION), ask(there, other), ask(there, QUESTION))
-        return {"answers": sorted(each.choices[0].message.content for each in found)}
+            found = await asyncio.gather(ask(there, other), ask(there, QUESTION), ask(there, QUESTION))
+        texts = [each.choices[0].message.content for each in found]
+        return {"other": texts[0], "same": sorted(texts[1:])}
 
-    talk = lead(agent, "3", "4", "5", think_s=0.5)
-    assert talk.last.details["answers"] == ["3", "4", "5"]
+    talk = lead(agent, "3", "4", "5")
+    begun, end = talk.replies
+    same, other = begun.beside
+    assert TOKENIZER.decode(same.token_ids) == TOKENIZER.decode(begun.token_ids)
+    assert TOKENIZER.decode(other.token_ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert (same.is_context, other.is_context) == (True, True)
+    details = {"other": "5", "same": ["3", "4"], "branches_asked_again": 1, "branches_other_beginning": 1}
+    assert (end.done, end.details) == (True, details)
+
+
+def test_sub_agents_are_answered_together_until_each_has_ended() -> None:
+    """Two calls of one turn are sub-agents that ask at times of their own; one has two turns, the other one."""
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> list[Any] | float:
+        async with client(base_url, api_key) as there:
+
+            async def sub_agent(name: str, delay_s: float, num_calls: int) -> Any:
+                messages: list[Any] = [{"role": "user", "content": name}]
+                for _ in range(num_calls):
+                    messages.append((await ask(there, messages, tools=[ADD])).choices[0].message)
+                    call = messages[-1].tool_calls[0]
+                    await asyncio.sleep(delay_s)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+                return (await ask(there, messages, tools=[ADD])).choices[0].message.content
+
+            first = (await ask(there, QUESTION, tools=[ADD])).choices[0].message
+            texts = await asyncio.gather(sub_agent("a", 0.1, 1), sub_agent("b", 0.0, 1))
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": text}
+                for call, text in zip(first.tool_calls, texts, strict=True)
+            ]
+            return float((await ask(there, [*QUESTION, first, *results], tools=[ADD])).choices[0].message.content)
+
+    talk = lead(agent, f"{CALL}{CALL}", CALL, CALL, "one", "two", "3", think_s=2.0)
+    assert talk.last.reward == 3.0, talk.last
+    assert [len(reply.beside) for reply in talk.replies] == [0, 1, 1, 0, 0]
+    assert [reply.num_calls for reply in talk.replies] == [0, 2, 2, 0, 0]
+    assert talk.replies[2].after_turn == 1
+    assert [each.after_turn for each in talk.replies[2].beside] == [2]
+    assert (talk.replies[3].after_turn, talk.last.details) == (0, {"branches_other_beginning": 2})
 
 
 def test_a_client_that_gave_up_waiting_may_ask_again() -> None:

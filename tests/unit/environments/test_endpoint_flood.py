@@ -19,7 +19,7 @@ from megarl.environments.endpoint import Chat, chat_server
 async def lead(chat):
     turn = 0
     while True:
-        await chat.next_request()
+        await chat.next_questions()
         chat.answer([Action(text="yes", turn=turn)])
         turn += 1
 

@@ -21,14 +21,8 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, open_environments
 from megarl.environments import worker as workers
 from megarl.environments.base import load_object
-from megarl.environments.worker import (
-    EnvironmentWorker,
-    EpisodeReply,
-    StartRequest,
-    TriesRequest,
-    TurnRequest,
-    WorkerSpec,
-)
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -437,7 +431,7 @@ def test_details_that_cannot_be_sent_cost_the_sample(details: Mapping[Any, Any],
 
 def test_an_environment_that_cannot_start_fails_its_sample() -> None:
     reply = run(host().start(1, StartRequest(prompt=prompt(ground_truth="raise"))))
-    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:57)")
+    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:51)")
 
 
 def test_a_conversation_over_its_time_fails() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import Sampling
-from megarl.environments.worker import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation, WorkerLostError, episode_of
 from megarl.rollout.engine import Completion, GenerationRequest
@@ -17,6 +17,7 @@ from megarl.rollout.prefixes import Prefix
 from megarl.rollout.source import Group, SamplingPlan
 from megarl.rollout.turns import turn_quantities
 from megarl.rollout.vllm_source import VllmSource
+from megarl.seeds import try_seed
 from megarl.types import (
     ChatPart,
     FinishReason,
@@ -590,6 +591,54 @@ def test_tries_of_a_turn_are_written_side_by_side_and_stand_in_their_order() -> 
     assert turn.tolist() == [0, 0, 1, 1, 1, -1, 2, 2, -1, 3, 4]
     assert after.tolist() == [-1, -1, -1, -1, -1, -1, 0, 0, -1, 1, 1]
     assert first_try.tolist() == [0, 0, 0, 0, 0, -1, 2, 2, -1, 3, 3]
+
+
+def test_turns_of_several_chats_are_written_at_the_same_time_and_stand_in_their_order() -> None:
+    """The prompt is 5 6, and turn 0 calls two sub-agents: 5 8 has turn 1, and 5 8 9 turn 2; turn 3 follows turn 1 and
+    turn 4 turn 2, which does not train.
+    """
+    world, _, group = begin(max_tokens=100, max_turns=5)
+    world.reply()
+    world.speak(100, END)
+    helper = EpisodeReply(token_ids=(5, 8, 9), is_context=True, max_turn_tokens=3)
+    world.reply(5, 8, is_context=True, beside=(helper,))
+    second, first = world.speak(102, 103, reason=FinishReason.LENGTH, place=1), world.speak(101, END)
+    # Of 100 tokens, 2 are written, 8 is read by both, and 9 by the second alone: (100 - 4) // 2 are left to each, and
+    # 20 on the path of the first, whose context is as long as the prompt.
+    assert [(each.token_ids, each.num_before) for each in (first, second)] == [((5, 8), 2), ((5, 8, 9), 2)]
+    assert (first.max_tokens, second.max_tokens) == (20, 3)
+    assert second.seed == try_seed(first.seed, 1)
+    acts = (
+        TurnRequest(token_ids=(101, END), turn=1, num_before=2),
+        TurnRequest(token_ids=(102, 103), turn=2, is_cut=True, num_before=3),
+    )
+    assert world.acts[-1] == TriesRequest(tries=acts)
+    other = EpisodeReply(token_ids=(11,), after_turn=2, trains=False)
+    world.reply(10, after_turn=1, beside=(other,), rewards={1: 0.5})
+    assert [world.speak(token, END).token_ids for token in (104, 105)] == [
+        (5, 8, 101, END, 10),
+        (5, 8, 9, 102, 103, 11),
+    ]
+    world.reply(done=True, reward=1.0)
+    sample = sample_of(group)
+    #                                    0  1   2   3   4   5   6   7   8   9   10   11  12  13  14  15  16
+    assert sample.token_ids.tolist() == [5, 6, 100, END, 8, 101, END, 9, 102, 103, 10, 104, END, 11, 105, END]
+    assert sample.forks == (Fork(4, 0), Fork(7, 4), Fork(10, 6), Fork(13, 9))
+    assert sample.token_ids[2:][sample.loss_mask].tolist() == [100, END, 101, END, 102, 103, 104, END]
+    assert sample.turn_rewards.tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0, 0, 1.0]
+    assert sample.episode is not None
+    assert sample.episode.tries == (
+        Tries(1, 1, 0),
+        Tries(2, 1, 0, (2,), place=1),
+        Tries(3, 1, 1),
+        Tries(4, 1, 2, place=1),
+    )
+
+
+def test_no_turn_is_written_where_there_is_no_room_for_all() -> None:
+    world, _, group = begin(max_turns=2)
+    world.reply(beside=(EpisodeReply(token_ids=(5,), is_context=True, num_tries=2),))
+    assert (sample_of(group).finish_reason, world.requests) == (FinishReason.LENGTH, [])
 
 
 def test_tries_share_the_room_that_is_left_and_count_as_turns() -> None:

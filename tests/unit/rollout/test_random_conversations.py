@@ -7,34 +7,45 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.environments.episodes import EpisodeReply
+from megarl.host import loop
 from megarl.rollout.conversations import Conversation, episode_of
 from megarl.types import FinishReason, Sample, SegmentSource, row_from_sample
 from megarl.types.forks import path_to, require_forks
 from megarl.types.rows import paths_of
+from tests.helpers.loops import turns
 from tests.unit.rollout.test_conversations import PLAN, World, begin, sample_of
 
 # What a request read, and what the policy wrote after it.
 Written = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def reply(rng: random.Random, world: World, sample: Sample) -> int:
+def reply(rng: random.Random, world: World, sample: Sample) -> EpisodeReply:
     """Let the environment reply to all that is so far: after the last turn, an earlier one, or with a context that
-    begins like a path of the sample, perhaps without a token of its own. Return how often the next turn is tried.
+    begins like a path of the sample, perhaps without a token of its own; perhaps several times at once. Return what
+    another host says that goes on from there.
     """
+    num_turns, first = episode_of(sample).num_turns, asked(rng, sample, may_be_last=True)
+    beside = tuple(asked(rng, sample, may_be_last=False) for _ in range(rng.choice([0, 0, 0, 1, 2])))
+    rewards = {rng.randrange(num_turns): 0.5} if rng.random() < 0.3 else {}
+    done = rng.random() < 0.1
+    world.owed[0].reply.set_result(replace(first, beside=beside, rewards=rewards, reward=1.0, done=done))
+    world.owed.pop(0)
+    loop.wait(turns())
+    return replace(first, token_ids=(), after_turn=None, is_context=False, beside=beside)
+
+
+def asked(rng: random.Random, sample: Sample, *, may_be_last: bool) -> EpisodeReply:
+    """Return what the policy reads next."""
     num_turns, num_tries = episode_of(sample).num_turns, rng.choice([1, 1, 1, 2, 3])
     token_ids, after, is_context = [rng.randrange(3, 9) for _ in range(rng.randrange(4))], None, False
-    where = rng.random()
+    where = rng.random() * (1.0 if may_be_last else 0.6)
     if where < 0.3:
         after = rng.randrange(num_turns)
     elif where < 0.6:
         path = sample.token_ids[path_to(rng.randint(1, sample.num_tokens), sample.forks)].tolist()
         token_ids, is_context = [*path[: rng.randint(0, len(path))], *token_ids] or [4], True
-    rewards = {rng.randrange(num_turns): 0.5} if rng.random() < 0.3 else {}
-    done = rng.random() < 0.1
-    world.reply(
-        *token_ids, after_turn=after, is_context=is_context, num_tries=num_tries, rewards=rewards, reward=1.0, done=done
-    )
-    return num_tries
+    return EpisodeReply(token_ids=tuple(token_ids), after_turn=after, is_context=is_context, num_tries=num_tries)
 
 
 def speak(rng: random.Random, world: World, expert: int) -> Written:
@@ -58,7 +69,7 @@ def converse(seed: int) -> tuple[Sample, Collection[Written]]:
     plan = replace(PLAN, max_response_tokens=rng.choice([10, 20, 60]))
     limits = {"max_tokens": rng.choice([15, 40, 200]), "max_turns": rng.choice([3, 8, 20])}
     world, source, group = begin(plan=plan, **limits)
-    written, num_tries = set[Written](), 1
+    written, goes_on = set[Written](), EpisodeReply()
     opened: Conversation | None = None
     while not group.is_done:
         event, asked = rng.random(), [request for request, _ in world.requests]
@@ -73,10 +84,11 @@ def converse(seed: int) -> tuple[Sample, Collection[Written]]:
         elif not world.owed:
             written.add(speak(rng, world, len(written)))
         elif world.owed[0] is opened:
-            num_tries = reply(rng, world, group.parts[0])
+            goes_on = reply(rng, world, group.parts[0])
         else:
-            opened = world.owed[0]
-            world.reply(num_tries=1 if episode_of(group.parts[0]).awaits_reply else num_tries)
+            opened = world.owed.pop(0)
+            opened.reply.set_result(EpisodeReply() if episode_of(group.parts[0]).awaits_reply else goes_on)
+            loop.wait(turns())
     sample = sample_of(group)
     assert sample.num_response_tokens <= limits["max_tokens"]
     assert episode_of(sample).num_turns <= limits["max_turns"]
