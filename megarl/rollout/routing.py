@@ -67,12 +67,12 @@ def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -
     turn. If there are fewer prompts than engines, single requests are assigned in turn. A request that names its engine
     goes there if it is among them.
     """
-    prompts = {request.token_ids: i for i, request in enumerate({r.token_ids: r for r in requests}.values())}
+    prompts = {content: i for i, content in enumerate(dict.fromkeys(r.content for r in requests))}
     by_prompt = len(prompts) >= len(order)
     return [
         r.engine
         if r.engine is not None and r.engine in order
-        else order[(prompts[r.token_ids] if by_prompt else i) % len(order)]
+        else order[(prompts[r.content] if by_prompt else i) % len(order)]
         for i, r in enumerate(requests)
     ]
 
@@ -87,9 +87,9 @@ def free_kv_tokens(
     prompts: dict[object, int] = {}
     responses = 0.0
     for key, request in requests.items():
-        ids = request.token_ids
+        ids, digests = request.content
         # Whole prompts are too long to be compared with each other at every reply.
-        prompts[(len(ids), ids[:8], ids[-8:]) if shares_prompts else key] = len(ids)
+        prompts[(len(ids), ids[:8], ids[-8:], digests) if shares_prompts else key] = len(ids)
         responses += max(load.written.get(key, 0), min(typical, request.max_tokens))
     return load.kv_tokens - sum(prompts.values()) - responses
 
@@ -109,7 +109,7 @@ def place_requests(
     most = math.ceil((1 + SPARE) * num_slots)
     share = math.ceil((sum(counts.values()) + len(requests)) / len(engines))
     found: dict[int, int] = {}
-    prompt: tuple[int, ...] = ()
+    prompt: tuple[tuple[int, ...], tuple[str, ...]] | None = None
     home = -1
     begun = [i for i, request in enumerate(requests) if request.num_before]
     new = (i for i, request in enumerate(requests) if not request.num_before)
@@ -121,14 +121,14 @@ def place_requests(
             break
         if request.engine in able:
             engine = request.engine
-        elif request.token_ids == prompt and home in able and counts[home] < share:
+        elif request.content == prompt and home in able and counts[home] < share:
             engine = home
-            needed -= len(prompt)
+            needed -= len(request.token_ids)
         else:
             engine = max(able, key=lambda i: (free[i], -counts[i], -i))
         counts[engine] += 1
         free[engine] -= needed
-        found[position], prompt, home = engine, request.token_ids, engine
+        found[position], prompt, home = engine, request.content, engine
     return found
 
 

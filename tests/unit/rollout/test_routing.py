@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.config import Config, from_dict
@@ -24,6 +25,7 @@ from megarl.rollout.routing import (
     router_of,
 )
 from megarl.rollout.stepping import EngineLoad, EngineStepCost
+from megarl.types import RowImage
 
 
 def requests(prompts: Sequence[int]) -> list[GenerationRequest]:
@@ -115,6 +117,16 @@ def test_free_kv_tokens() -> None:
     load = EngineLoad(kv_tokens=1000, written={0: 40}, cost=None)
     assert free_kv_tokens(requests, load, typical=20.0, shares_prompts=True) == 1000 - (3 + 5) - (40 + 20 + 10)
     assert free_kv_tokens(requests, load, typical=20.0, shares_prompts=False) == 1000 - (3 + 3 + 5) - (40 + 20 + 10)
+
+
+def test_equal_ids_that_show_other_images_are_other_prompts() -> None:
+    a, b = (request(length=3, images=(RowImage(places=np.array([1]), digest=digest),)) for digest in "ab")
+    assert deal_requests([a, b, a], [0, 1]) == [0, 1, 0]
+    load = EngineLoad(kv_tokens=100, written={}, cost=None)
+    assert free_kv_tokens({0: a, 1: b, 2: a}, load, typical=10.0, shares_prompts=True) == 100 - (3 + 3) - 3 * 10
+    # The engine of the request before has not the most room.
+    assert place([a, a], engine(1, free=50.0), engine(3, free=40.0), typical=10.0) == [0, 0]
+    assert place([a, b], engine(1, free=50.0), engine(3, free=40.0), typical=10.0) == [0, 1]
 
 
 def moves(*engines: EngineState, num_slots: int = 8) -> list[RequestMove]:

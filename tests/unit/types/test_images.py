@@ -72,22 +72,29 @@ def test_paths_have_the_images_that_they_show() -> None:
 
 @st.composite
 def _rows(draw: st.DrawFn) -> list[Row]:
-    """Rows of few distinct pieces: tokens that are a placeholder's id, too, and images of three places."""
+    """Rows of few distinct pieces: tokens that are a placeholder's id, too, and images of three places.
+
+    Some pieces begin a branch, after a text token or an image's last.
+    """
     rows = []
     for _ in range(draw(st.integers(2, 6))):
-        tokens, images = [1], []
+        tokens, images, forks, ends = [1], [], [], [0]
         for piece in draw(st.lists(st.sampled_from(["text", "ids", "a", "b"]), min_size=1, max_size=4)):
+            if len(ends) > 1 and draw(st.booleans()):
+                forks.append(Fork(len(tokens), draw(st.sampled_from(ends[:-1]))))
             if piece in "ab":
                 images.append(image(piece, *range(len(tokens), len(tokens) + 3)))
             tokens += [2] if piece == "text" else [9] * 3
-        rows.append(row([*tokens, 3], *images))
+            ends.append(len(tokens) - 1)
+        rows.append(replace(row([*tokens, 3], *images), forks=tuple(forks)))
     return rows
 
 
-def _seen(each: Row) -> list[tuple[int, str]]:
-    """What the model reads at each token."""
+def _seen(each: Row) -> list[tuple[int, str, int]]:
+    """What the model reads at each token, and the token that it follows."""
     digests = {int(place): shown.digest for shown in each.images for place in shown.places}
-    return [(int(token), digests.get(i, "")) for i, token in enumerate(each.token_ids)]
+    follows = dict(each.forks)
+    return [(int(token), digests.get(i, ""), follows.get(i, i - 1)) for i, token in enumerate(each.token_ids)]
 
 
 @given(_rows())
