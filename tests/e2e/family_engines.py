@@ -70,6 +70,14 @@ def follow(
         return Followed(before=before, after=after, sent=sent, received=received)
 
 
+def score(
+    context: RankContext, spec: EngineSpec, prompts: Sequence[Sequence[int]], images: Sequence[tuple[RowImage, ...]]
+) -> list[FloatArray]:
+    """Return an engine's log-probs of all tokens of prompts but the first."""
+    with running(spec) as engine:
+        return engine.prompt_logprobs(prompts, images)
+
+
 def _score(
     engine: VllmEngine, prompts: Sequence[Sequence[int]], images: Sequence[tuple[RowImage, ...]], max_tokens: int
 ) -> Scored:

@@ -1,6 +1,7 @@
 """Engines that read images: log-probs are transformers', also after a sync of the tower, of the same images."""
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from tests.e2e import family_engines
 from tests.e2e.family_engines import compare_tokens
 from tests.e2e.support import small_config
 from tests.e2e.test_family_engines import NATS, trained_copy
+from tests.e2e.test_rounded_engines import float8
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.vision import VISION, make_rows, score_sequences
+from tests.helpers.vision import VISION, ask_with_stray_placeholders, make_rows, score_sequences
 
 CASES: list[tuple[str, int, TowerPart]] = [
     ("qwen3_vl", 1, "all"),
@@ -81,6 +83,50 @@ def test_an_engine_reads_images_as_transformers_do_before_and_after_a_sync(
     assert max(errors) <= NATS, errors
     assert found.sent == found.received
     assert all({*sent} <= sums.keys() and kept.keys().isdisjoint(sums) for sums in found.sent)
+
+
+def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(tmp_path: Path) -> None:
+    """It stands before a later image, or after one."""
+    with RankPool(1, timeout_s=280.0, preloaded=False) as pool:
+        rows, expected = pool.run(ask_with_stray_placeholders, "qwen3_vl", tmp_path)[0]
+        spec = engine_spec(small_config(tmp_path / "model", "rollout.engine.prefix_caching=true"))
+        engine = replace(spec, vision=Vision(store=str(tmp_path / "images")), max_model_tokens=256)
+        prompts, images = [row.token_ids.tolist() for row in rows], [row.images for row in rows]
+        found = pool.run(family_engines.score, engine, prompts, images)[0]
+    for row, told, wanted in zip(rows, found, expected, strict=True):
+        ends = told[row.num_prompt_tokens - 1 :]
+        assert np.abs(ends * row.loss_mask - wanted).max() <= NATS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["none", "all"])
+def test_a_rounded_engine_rounds_its_tower_at_the_start_and_by_syncs(part: TowerPart, tmp_path: Path) -> None:
+    """What is not sent is rounded once."""
+    model, trained = tmp_path / "model", tmp_path / "trained"
+    with RankPool(1, timeout_s=280.0, preloaded=False) as pool:
+        rows = pool.run(make_rows, "qwen3_vl", tmp_path)[0]
+        trained_copy(model, trained)
+        config = small_config(model, "rollout.engine.quantization=fp8_per_channel", "algo.correction.name=tis_upper")
+        vision = Vision(store=str(tmp_path / "images"), train=part)
+        engine = replace(engine_spec(config), vision=vision, max_model_tokens=256)
+        prompts, images = [row.token_ids.tolist() for row in rows], [row.images for row in rows]
+        found = pool.run(family_engines.follow, engine, trained, prompts, images, max_tokens=1)[0]
+        for path, scored in ((model, found.before), (trained, found.after)):
+            tensors = load_file(path / "model.safetensors")
+            if part == "none":
+                tensors |= {k: v for k, v in load_file(model / "model.safetensors").items() if "visual" in k}
+            for name, weight in tensors.items():
+                # Neither vocabularies nor embeddings of places are layers that are rounded.
+                if weight.dim() == 2 and "embed" not in name and "lm_head" not in name:
+                    tensors[name] = float8(weight, weight.abs().amax(1, keepdim=True))
+            rounded = shutil.copytree(path, tmp_path / f"rounded-{path.name}")
+            save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
+            expected, exact = (
+                pool.run(score_sequences, "qwen3_vl", tmp_path, each, rows)[0] for each in (rounded, path)
+            )
+            errors = [float(np.abs(a - b).max()) for a, b in zip(scored.prompts, expected, strict=True)]
+            assert max(errors) <= NATS, errors
+            assert min(float(np.abs(a - b).max()) for a, b in zip(expected, exact, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize(
