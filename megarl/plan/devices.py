@@ -60,6 +60,12 @@ def plan_shard(
             num_micro_batches=num_micro_batches,
             dtype_bytes=dtype_bytes,
         )
+    of_images = 0
+    if spec.tower is not None and stage == 0:
+        # At most, each token shows an image; whole on each rank.
+        work, part = spec.tower.work, spec.tower.part
+        of_images = dtype_bytes * work.num_kept(num_tokens, "none")
+        activations += dtype_bytes * work.num_kept(num_tokens, part) * min(layout.pp, max(1, num_micro_batches))
     # Without gradients one layer's activations live at a time.
     one_layer = bytes_of.layer_activation_bytes(spec.dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
     return ShardPlan(
@@ -76,7 +82,8 @@ def plan_shard(
         on_host=on_host,
         activations=activations,
         head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,
-        forward=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=computes_pair_kl),
+        forward=max(one_layer, of_images)
+        + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=computes_pair_kl),
     )
 
 

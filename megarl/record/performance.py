@@ -12,6 +12,7 @@ from megarl.host.device.platform import platform
 from megarl.types import Row
 from megarl.types.prefixes import count_shared, family_order
 from megarl.weights.families import Dims
+from megarl.weights.towers import Tower
 
 # Phases whose time depends on the tokens of a step, by verl's names.
 _TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -72,16 +73,24 @@ def attended(dims: Dims, num_tokens: int) -> int:
     return sum(window * (2 * num_tokens - window) for window in windows)
 
 
-def update_flops(dims: Dims, rows: Sequence[Row], *, shares_prefixes: bool = False) -> int:
+def image_flops(tower: Tower | None, rows: Sequence[Row], *, backward: bool = False) -> int:
+    """Count the FLOPs with which a tower reads the images of rows, each different one once, as in a micro-batch."""
+    if tower is None:
+        return 0
+    images = {image.digest: len(image.places) for row in rows for image in row.images}
+    return sum(tower.work.flops(each, tower.part if backward else "none") for each in images.values())
+
+
+def update_flops(dims: Dims, rows: Sequence[Row], *, shares_prefixes: bool = False, tower: Tower | None = None) -> int:
     """Count the FLOPs of one forward and backward pass over rows; shares_prefixes: what they have in common is computed
-    once.
+    once. tower: with what their images are read.
     """
     counts = [(row.num_tokens, int(row.predicted.sum())) for row in rows]
     flops = sum(forward_flops(dims, num_tokens=total, num_head_tokens=count) for total, count in counts)
     if shares_prefixes:
         shared = (count_shared(rows[a], rows[b]) for a, b in itertools.pairwise(family_order(rows)))
         flops -= sum(forward_flops(dims, num_tokens=count, num_head_tokens=0) for count in shared if count)
-    return FORWARD_AND_BACKWARD * flops
+    return FORWARD_AND_BACKWARD * flops + image_flops(tower, rows, backward=True)
 
 
 def peak_of(logging: LoggingConfig, dtype: str) -> float | None:
@@ -96,10 +105,17 @@ class PerformanceMeter:
     """A meter of the throughput of a run's optimizer steps."""
 
     def __init__(
-        self, dims: Dims, *, num_ranks: int, num_epochs: int, peak_tflops: float | None, shares_prefixes: bool = False
+        self,
+        dims: Dims,
+        *,
+        num_ranks: int,
+        num_epochs: int,
+        peak_tflops: float | None,
+        shares_prefixes: bool = False,
+        tower: Tower | None = None,
     ) -> None:
-        self._dims, self._num_ranks, self._num_epochs, self._peak_tflops = dims, num_ranks, num_epochs, peak_tflops
-        self._shares_prefixes = shares_prefixes
+        self._tower, self._dims, self._num_ranks, self._num_epochs = tower, dims, num_ranks, num_epochs
+        self._peak_tflops, self._shares_prefixes = peak_tflops, shares_prefixes
 
     def metrics(self, rows: Sequence[Row], update_s: float) -> dict[str, float]:
         """Return `perf/tflops_per_rank` (TFLOP/s) of the updates on these rows, all epochs in `update_s` seconds.
@@ -107,7 +123,7 @@ class PerformanceMeter:
         `perf/mfu` is the same as a share of the device's peak; it is left out if the peak is neither configured nor
         known.
         """
-        flops = update_flops(self._dims, rows, shares_prefixes=self._shares_prefixes)
+        flops = update_flops(self._dims, rows, shares_prefixes=self._shares_prefixes, tower=self._tower)
         tflops = self._num_epochs * flops / update_s / self._num_ranks / 1e12
         measured = {"perf/tflops_per_rank": tflops}
         return measured | ({"perf/mfu": tflops / self._peak_tflops} if self._peak_tflops else {})

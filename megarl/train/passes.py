@@ -10,7 +10,7 @@ from megarl.cluster import offloading
 from megarl.config.optimizer import learning_rate
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.parallel.backend import shares_prefixes
-from megarl.record.performance import forward_flops
+from megarl.record.performance import forward_flops, image_flops
 from megarl.train.watch import WeightWatch
 from megarl.types import PAIRS, AlgoState, Denominators, FloatArray, Objective, Row, TokenQuantity
 from megarl.types.messages import (
@@ -28,6 +28,7 @@ from megarl.types.messages import (
 from megarl.types.prefixes import count_shared, counted_once, family_order
 from megarl.types.rows import paths_of
 from megarl.weights.dims import Dims
+from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
@@ -77,6 +78,8 @@ class RolePasses:
     ) -> None:
         """Make the passes of a role. top_k, common, squares: as in `ForwardRequest`."""
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
+        reads_images = dims is not None and role.tower is not None
+        self._tower = read_model_spec(role.model.path, tower=role.tower).tower if reads_images else None
         self._top_k, self._common, self._squares = top_k, common, squares
 
     @property
@@ -159,8 +162,18 @@ class RolePasses:
             common = [[0, *(count_shared(each[a], each[b]) for a, b in itertools.pairwise(order))] for each in halves]
             shared = [sum(counts) for counts in zip(*common, strict=True)]
             savings = [sum(self._cost(n, 0) for n in counts if n) for counts in zip(*common, strict=True)]
+            for each in halves if self._tower is not None else ():
+                for place, (a, b) in enumerate(itertools.pairwise(order), 1):
+                    savings[place] += image_flops(self._tower, [each[a]]) + image_flops(self._tower, [each[b]])
+                    savings[place] -= image_flops(self._tower, [each[a], each[b]])
         lengths = [sum(_num_passed(each[i], shares=shares) for each in halves) for i in order]
-        costs = [sum(self._cost(each[i].num_tokens, int(each[i].predicted.sum())) for each in halves) for i in order]
+        costs = [
+            sum(
+                self._cost(each[i].num_tokens, int(each[i].predicted.sum())) + image_flops(self._tower, [each[i]])
+                for each in halves
+            )
+            for i in order
+        ]
         planned = plan_micro_batches(
             # A row's paths are not parted: where they share nothing and together fill more than a micro-batch, the row
             # has one of its own.

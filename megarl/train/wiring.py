@@ -117,6 +117,7 @@ def _meter(inputs: TrainInputs) -> PerformanceMeter:
         num_epochs=config.trainer.num_epochs,
         peak_tflops=peak_of(config.logging, config.model.dtype),
         shares_prefixes=shares_prefixes(config.actor),
+        tower=inputs.spec.tower,
     )
 
 

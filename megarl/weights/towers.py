@@ -1,5 +1,6 @@
 """Describe the vision tower of a model by the headers of its files, with no table of its tensors."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,37 @@ class MRope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TowerWork:
+    """What a tower computes for an image, of which it reads so many patches for each feature.
+
+    per_patch, per_feature: multiplications of weights for each, the latter the projector's. kept_per_patch,
+    kept_per_feature: elements that go into and come out of these products. windows: of each layer, how many patches a
+    patch attends to at most; None: all. width: that of a patch's hidden state.
+    """
+
+    patches: int
+    per_patch: int
+    per_feature: int
+    kept_per_patch: int
+    kept_per_feature: int
+    windows: tuple[int | None, ...]
+    width: int
+
+    def flops(self, num_features: int, part: TowerPart = "none") -> int:
+        """Count the FLOPs of an image's features, and of the backward pass of what is trained."""
+        num, factors = self.patches * num_features, {"none": (1, 1), "projector": (1, 3), "all": (3, 3)}[part]
+        attended = num * sum(num if each is None else min(each, num) for each in self.windows)
+        inner = 2 * num * self.per_patch + 4 * self.width * attended
+        return factors[0] * inner + factors[1] * 2 * num_features * self.per_feature
+
+    def num_kept(self, num_features: int, part: TowerPart) -> int:
+        """Count the elements that a pass over images with so many features keeps for backward, or has at a time."""
+        per_layer = self.kept_per_patch // max(1, len(self.windows))
+        inner = self.patches * (self.kept_per_patch if part == "all" else per_layer)
+        return num_features * (inner + self.kept_per_feature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
     """The vision tower of a model.
 
@@ -56,6 +88,7 @@ class Tower:
     """
 
     part: TowerPart
+    work: TowerWork
     rules: tuple[WeightRule, ...]
     trained: tuple[WeightRule, ...]
     names: Mapping[str, str]
@@ -75,12 +108,13 @@ def read_tower(directory: Path, family: Family, config: Mapping[str, Any], part:
     if not family.vision:
         reason = family.no_images or "it has no vision tower"
         raise ConfigError(f"{directory}: a model of the family {family.name} cannot read images here: {reason}")
-    names, rules = {}, []
+    names, rules, shapes = {}, [], dict[str, tuple[int, ...]]()
     for file in model_files(directory):
         for name, header in sorted(read_header(file).items()):
             for written, held in family.vision.items():
                 if name.startswith(written):
                     names[name] = held + name.removeprefix(written)
+                    shapes[name] = header.shape
                     tensor = HFTensor(name, tuple(map(str, header.shape)))
                     partition = Partition.REPLICATED
                     rules.append(WeightRule(names=(TOWER + names[name],), partition=partition, tensors=(tensor,)))
@@ -100,4 +134,31 @@ def read_tower(directory: Path, family: Family, config: Mapping[str, Any], part:
             f"actor.vision.train: got {part}, but the files in {directory} have no such part of a vision tower; use "
             "those that the model was published with"
         )
-    return Tower(part=part, rules=tuple(rules), trained=trained, names=names, mrope=mrope)
+    return Tower(
+        part=part, work=_work_of(shapes, config), rules=tuple(rules), trained=trained, names=names, mrope=mrope
+    )
+
+
+def _work_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> TowerWork:
+    """Return what a tower with weights of these shapes computes; biases and norms take no time."""
+    # Embeddings of positions are looked up.
+    products = {name: each for name, each in shapes.items() if len(each) > 1 and "pos" not in name.split(".")[-2]}
+    of_patches, of_features = (
+        {name: each for name, each in products.items() if is_trained(name, "projector") == of_feature}
+        for of_feature in (False, True)
+    )
+    # Patches of pixels are read by a convolution.
+    width, *_, patch_size = max(of_patches.values(), key=len)
+    layers = sorted({int(part) for name in of_patches for part in name.split(".") if part.isdigit()})
+    vision = config.get("vision_config") or {}
+    whole, window = vision.get("fullatt_block_indexes"), vision.get("window_size")
+    merge = vision.get("spatial_merge_size") or config.get("spatial_merge_size", 2)
+    return TowerWork(
+        patches=merge**2,
+        per_patch=sum(map(math.prod, of_patches.values())),
+        per_feature=sum(map(math.prod, of_features.values())),
+        kept_per_patch=sum(each[0] + math.prod(each[1:]) for each in of_patches.values()),
+        kept_per_feature=sum(each[0] + math.prod(each[1:]) for each in of_features.values()),
+        windows=tuple(None if whole is None or i in whole else (window // patch_size) ** 2 for i in layers),
+        width=width,
+    )

@@ -10,9 +10,10 @@ from megarl.host.device.accelerators import Device
 from megarl.host.device.platform import CpuPlatform
 from megarl.parallel.backend import shares_prefixes
 from megarl.record import performance
-from megarl.record.performance import PerformanceMeter, forward_flops, peak_of, token_times, update_flops
-from megarl.types import Row
+from megarl.record.performance import PerformanceMeter, forward_flops, image_flops, peak_of, token_times, update_flops
+from megarl.types import Row, RowImage
 from megarl.weights.dims import DeltaNet, Dims, Experts, LatentAttention
+from megarl.weights.towers import Tower, TowerWork
 
 # h 8, q 4·2 = 8, k 2·2 = 4, f 12, V 10, 3 layers.
 DIMS = Dims(num_layers=3, hidden=8, ffn=12, num_heads=4, num_kv_heads=2, head_dim=2, vocab=10, tied=True)
@@ -97,6 +98,24 @@ def test_shared_prefixes_count_once() -> None:
     )
     ratio = sharing["perf/tflops_per_rank"] / apart["perf/tflops_per_rank"]
     assert ratio == pytest.approx(expected / update_flops(DIMS, rows))
+
+
+def test_each_different_image_is_read_once() -> None:
+    """Two features of three patches each: 6 patches of 100 multiplications, in layers that see 6 and 4 of them, and 2
+    features of 50; backward alone of these, which are the projector's.
+    """
+    work = TowerWork(
+        patches=3, per_patch=100, per_feature=50, kept_per_patch=8, kept_per_feature=9, windows=(None, 4), width=7
+    )
+    tower = Tower(part="projector", work=work, rules=(), trained=(), names={}, mrope=None)
+    images = [RowImage(places=np.array([0, 1]), digest=digest) for digest in "ab"]
+    rows = [replace(row(2, [True]), images=(images[i],)) for i in (0, 1, 0)]
+    inner = 2 * 6 * 100 + 4 * 7 * 6 * (6 + 4)
+    assert image_flops(tower, rows) == 2 * (inner + 2 * 2 * 50)
+    assert update_flops(DIMS, rows, tower=tower) == update_flops(DIMS, rows) + 2 * (inner + 3 * 2 * 2 * 50)
+    assert image_flops(tower, [row(2, [True])]) == image_flops(None, rows) == 0
+    # Elements that are kept: of the projector's backward and of one layer at a time, or of all.
+    assert [work.num_kept(2, part) for part in ("projector", "all")] == [2 * (3 * 4 + 9), 2 * (3 * 8 + 9)]
 
 
 def meter(dtype: str = "bfloat16", *, shares_prefixes: bool = False, **logging: float) -> PerformanceMeter:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from megarl.cluster.workers import RoleWorkers
 from megarl.config.algo import AlgoConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
 from megarl.errors import ConfigError
+from megarl.train import passes
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
-from megarl.types import AlgoState, FloatArray, Row
+from megarl.types import AlgoState, FloatArray, Row, RowImage
 from megarl.types.forks import Fork
 from megarl.types.messages import (
     AccumulateRequest,
@@ -28,8 +30,10 @@ from megarl.types.messages import (
     Teaching,
     UpdateRequest,
     UpdateResult,
+    Vision,
 )
 from megarl.weights.dims import Dims, Experts
+from megarl.weights.towers import Tower, TowerWork
 
 
 @dataclass(slots=True)
@@ -330,3 +334,25 @@ def test_a_batch_that_a_filter_made_smaller_takes_fewer_steps(mini_batch_prompts
     updater = updater_of(workers)
     updater.update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=mini_batch_prompts, num_epochs=1)
     assert len(workers.updated) == updater.num_optimizer_steps == num_steps
+
+
+@pytest.mark.parametrize(("digests", "shares"), [("a  b", False), (" ab ", False), ("ab  ", False), ("aab ", True)])
+def test_ranks_share_the_work_of_towers(monkeypatch: pytest.MonkeyPatch, digests: str, shares: bool) -> None:
+    """Rows of equal length, some of which show an image that costs more than all else; the same one counts once."""
+    work = TowerWork(
+        patches=4, per_patch=10**6, per_feature=0, kept_per_patch=0, kept_per_feature=0, windows=(), width=1
+    )
+    read = {"none": Tower(part="none", work=work, rules=(), trained=(), names={}, mrope=None)}
+    monkeypatch.setattr(passes, "read_model_spec", lambda path, tower: SimpleNamespace(tower=read[tower]))
+    dims = Dims(num_layers=1, hidden=2, ffn=2, num_heads=1, num_kv_heads=1, head_dim=2, vocab=10, tied=True)
+    settings = replace(role_of(LayoutConfig(dp=2), 64).settings, share_prefixes=shares)
+    rows = [make_row(str(i), i) for i in range(4)]
+    shown = [RowImage(places=np.array([1]), digest=digest) for digest in digests]
+    rows = [
+        replace(row, images=() if image.digest == " " else (image,)) for row, image in zip(rows, shown, strict=True)
+    ]
+    workers = FakeWorkers()
+    role = replace(role_of(), settings=settings, vision=Vision(store="images"))
+    RolePasses(workers, role, dims=dims).forward(rows, step=0)
+    ((_, plan, _),) = workers.forwarded
+    assert [len({digests[i] for bins in rank for i in bins} - {" "}) for rank in plan.ranks] == [1, 1]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.layout import LayoutConfig
 from megarl.config.lora import LoraConfig
@@ -71,6 +72,29 @@ def test_a_part_of_a_tower_is_trained_counted_and_sent(
     needs = engine_needs(spec, 2, stages=2)
     assert all({name for name in each if name in of_tower} == trained for each in needs)
     assert all(name not in adapter_spec(spec, LoraConfig()).expected_tensors() for name in of_tower)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_the_flops_of_an_image_are_those_that_transformers_computes(tmp_path: Path, family: str) -> None:
+    """64 patches, which windows divide; products of matrices and convolutions are counted, each twice."""
+    tower = read_model_spec(make_vision_model(tmp_path, family), tower="none").tower
+    assert tower is not None
+    model = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
+    vision = model.config.vision_config
+    size = 8 * vision.patch_size
+    if family == "mistral3":
+        given = {"pixel_values": torch.zeros(1, 3, size, size), "image_sizes": torch.tensor([[size, size]])}
+    else:
+        patch = 3 * 2 * vision.patch_size**2
+        given = {"pixel_values": torch.zeros(64, patch), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        answer = model.get_image_features(**given, return_dict=True)
+    num_features = sum(len(each.flatten(0, -2)) for each in answer.pooler_output)
+    assert tower.work.flops(num_features) == counted.get_total_flops()
+    # Backward takes twice as much, of what is trained.
+    projected = 2 * num_features * tower.work.per_feature
+    assert tower.work.flops(num_features, "all") == 3 * counted.get_total_flops()
+    assert tower.work.flops(num_features, "projector") == counted.get_total_flops() + 2 * projected
 
 
 def _names_in_transformers(path: Path) -> list[str]:
