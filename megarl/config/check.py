@@ -334,7 +334,14 @@ check_train_preference = CommandCheck(
 # An evaluation uses engines, but does not train.
 check_eval = CommandCheck(
     sections=("run", "actor.layout", "rewards", "rollout.engine", "placement", "sync", "cluster"),
-    rules=(check_batch_invariance, check_no_images, check_row_fits_engine, check_lora, check_trainer_nodes, *_ENGINES),
+    rules=(
+        check_batch_invariance,
+        partial(check_images, trains=False),
+        check_row_fits_engine,
+        check_lora,
+        check_trainer_nodes,
+        *_ENGINES,
+    ),
 )
 # A reward service has no model and no data.
 check_serve_reward = CommandCheck(sections=("rewards",))

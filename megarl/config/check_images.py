@@ -9,21 +9,22 @@ def check_no_images(config: Config) -> None:
     """Raise ConfigError for a command that reads texts alone, if the data are to have images."""
     if config.data.image_key is not None:
         raise ConfigError(
-            f"data.image_key: got {config.data.image_key}, but only megarl train and megarl sft read images; set it to "
+            f"data.image_key: got {config.data.image_key}, but only megarl train, sft and eval read images; set it to "
             "null, and leave out rows with images"
         )
 
 
-def check_images(config: Config) -> None:
+def check_images(config: Config, *, trains: bool = True) -> None:
     """Raise ConfigError for images that a part of a run would not read, and for a tower that is trained on none."""
     blind = {
-        "algo.cpo.method, whose hints make other prompts": config.algo.cpo.method != "none",
-        "algo.distill.teacher=hint, which makes other prompts": config.algo.distill.teacher == "hint",
-        "a teacher behind a server, which gets token ids alone": any(t.servers for t in teachers_of(config).values()),
         "a reward model, which reads conversations as texts": config.rewards.uses("model"),
         "environment.default, whose replies are texts": config.environment.default is not None,
+        "algo.cpo.method, whose hints make other prompts": trains and config.algo.cpo.method != "none",
+        "algo.distill.teacher=hint, which makes other prompts": trains and config.algo.distill.teacher == "hint",
+        "a teacher behind a server, which gets token ids alone": trains
+        and any(t.servers for t in teachers_of(config).values()),
     }
-    if config.data.image_key is None and (train := config.actor.vision.train) != "none":
+    if trains and config.data.image_key is None and (train := config.actor.vision.train) != "none":
         raise ConfigError(
             f"actor.vision.train: got {train}, but data.image_key is null, so that no image is read; set either"
         )

@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from tests.e2e.cli_run import run_to_end
 from tests.helpers.kill_resume import SmallRun, assert_survives, differences
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.vision import PICTURES, make_rows
@@ -105,3 +107,23 @@ def test_supervised_training_with_images_goes_on_where_it_stopped(tmp_path: Path
     losses = [record.metrics["sft/loss"] for record in whole.records() if "sft/loss" in record.metrics]
     assert losses == sorted(losses, reverse=True)
     assert differences(parts, whole) == []
+
+
+@pytest.mark.timeout(600)
+def test_an_evaluation_shows_images_to_the_model(tmp_path: Path) -> None:
+    """Prompts with equal tokens get other answers for other images, and the same ones for the same."""
+    write_inputs(tmp_path)
+    rows = [
+        {"prompt": "<image> what?", "images": [f"{name}.png"], "data_source": "megarl/sums"}
+        | {"reward_model": {"ground_truth": "0"}}
+        for name in "ABA"
+    ]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, settings = tmp_path / "out", ("data.image_key=images", "rollout.engine.max_num_seqs=16")
+    options = ("--num-samples", "1", "--max-response-tokens", "16", "--out", str(out))
+    run_to_end(out, "eval", str(tmp_path / "model"), *settings, "--data", str(tmp_path / "eval.jsonl"), *options)
+    answers = [each for each in pq.read_table(out / "samples.parquet").to_pylist() if each["greedy"]]
+    one, other, again = (each["response"] for each in sorted(answers, key=lambda each: each["uid"]))
+    assert one == again != other
+    # Each image is kept once.
+    assert len([*(out / "run" / "images").iterdir()]) == 2

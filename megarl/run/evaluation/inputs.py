@@ -14,6 +14,7 @@ from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig,
 from megarl.config.setting import needing_trust
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
+from megarl.data.images import DataImages
 from megarl.data.prompts import PromptDataset
 from megarl.data.vocabulary import Vocabulary
 from megarl.environments import tools_of
@@ -119,6 +120,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
                 f"{adapter}: has {VALUE_HEAD}, so it is a reward model's or critic's; evaluate a policy's"
             )
     check_prompts(config, config.data.val)
+    images = DataImages.of(config.model.path, config.data, config.image_store)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     stop_tokens = Answers.of(config.model, config.rollout, tokenizer).stop_tokens
     config = replace(config, rollout=replace(config.rollout, stop_token_ids=stop_tokens.stop_token_ids))
@@ -130,6 +132,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         environment=config.environment,
         tools_of=partial(tools_of, config.environment),
         vocabulary=vocabulary,
+        images=images,
     )
     check_askers(config, tokenizer, vocabulary, [data], "MODEL")
     check_ground_truths(config.rewards, data, tokenizer)
@@ -202,7 +205,8 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
     """Return a run's configuration with the model, data and sampling of an evaluation."""
     config = replace(
         config,
-        run=replace(config.run, seed=request.seed),
+        # Images are kept beside the answers, and not in the directory of the run that made the model.
+        run=replace(config.run, seed=request.seed, dir=str(request.out) if config.data.image_key else config.run.dir),
         data=replace(config.data, train=(), val=tuple(map(str, request.data))),
         rollout=replace(
             config.rollout,

@@ -63,6 +63,8 @@ def evaluate(request: EvalRequest) -> None:
             print_lines(f"warning: {warning}")
         with shared_with(config.run.share, inputs.out):
             write_settings(inputs.out, config)
+            if inputs.data.images is not None:
+                inputs.data.images.keeps = True
             if inputs.adapter is not None:
                 config = replace(config, model=replace(config.model, path=str(files.enter_context(_merged(inputs)))))
                 inputs = replace(inputs, config=config)
