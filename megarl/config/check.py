@@ -33,12 +33,7 @@ from megarl.config.check_rows import (
 )
 from megarl.config.check_written import check_written
 from megarl.config.part_settings import use_plugins_of
-from megarl.config.schema import (
-    CheckpointConfig,
-    Config,
-    RewardModelConfig,
-    role_settings,
-)
+from megarl.config.schema import CheckpointConfig, Config, RewardModelConfig, role_settings
 from megarl.config.setting import check_values
 from megarl.config.supervised import PairsConfig, SftConfig
 from megarl.config.target import has_package, known_devices

@@ -82,11 +82,6 @@ class GenerationRequest:
     whose: str = "prompt"
     cache_salt: str = ""
 
-    @property
-    def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return what an engine reads: ids, and which images they show. Equal ids may show others."""
-        return self.token_ids, tuple(image.digest for image in self.images)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:

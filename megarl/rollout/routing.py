@@ -60,6 +60,11 @@ class EngineState:
         return len(self.requests) + self.num_coming
 
 
+def _content(request: GenerationRequest) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return what an engine reads: ids, and which images they show. Equal ids may show others."""
+    return request.token_ids, tuple(image.digest for image in request.images)
+
+
 def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -> list[int]:
     """Assign requests to engines, which take turns in the given order; return the engine of each request.
 
@@ -67,12 +72,12 @@ def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -
     turn. If there are fewer prompts than engines, single requests are assigned in turn. A request that names its engine
     goes there if it is among them.
     """
-    prompts = {content: i for i, content in enumerate(dict.fromkeys(r.content for r in requests))}
+    prompts = {content: i for i, content in enumerate(dict.fromkeys(_content(r) for r in requests))}
     by_prompt = len(prompts) >= len(order)
     return [
         r.engine
         if r.engine is not None and r.engine in order
-        else order[(prompts[r.content] if by_prompt else i) % len(order)]
+        else order[(prompts[_content(r)] if by_prompt else i) % len(order)]
         for i, r in enumerate(requests)
     ]
 
@@ -87,7 +92,7 @@ def free_kv_tokens(
     prompts: dict[object, int] = {}
     responses = 0.0
     for key, request in requests.items():
-        ids, digests = request.content
+        ids, digests = _content(request)
         # Whole prompts are too long to be compared with each other at every reply.
         prompts[(len(ids), ids[:8], ids[-8:], digests) if shares_prompts else key] = len(ids)
         responses += max(load.written.get(key, 0), min(typical, request.max_tokens))
@@ -121,14 +126,14 @@ def place_requests(
             break
         if request.engine in able:
             engine = request.engine
-        elif request.content == prompt and home in able and counts[home] < share:
+        elif _content(request) == prompt and home in able and counts[home] < share:
             engine = home
             needed -= len(request.token_ids)
         else:
             engine = max(able, key=lambda i: (free[i], -counts[i], -i))
         counts[engine] += 1
         free[engine] -= needed
-        found[position], prompt, home = engine, request.content, engine
+        found[position], prompt, home = engine, _content(request), engine
     return found
 
 

@@ -25,8 +25,7 @@ from megarl.types.messages import (
     UpdateRequest,
     UpdateResult,
 )
-from megarl.types.prefixes import count_shared, counted_once, family_order
-from megarl.types.rows import paths_of
+from megarl.types.prefixes import count_shared, counted_once, family_order, num_passed
 from megarl.weights.dims import Dims
 from megarl.weights.families import read_model_spec
 
@@ -154,8 +153,7 @@ class RolePasses:
         """
         layout, half = self._role.layout, len(rows) // 2
         halves = [rows[:half], rows[half:]] if paired else [rows]
-        shared, savings = None, None
-        order = list(range(len(halves[0])))
+        shared, savings, order = None, None, list(range(len(halves[0])))
         shares = self._dims is not None and shares_prefixes(self._role.settings)
         if shares:
             order = family_order(halves[0])
@@ -166,13 +164,10 @@ class RolePasses:
                 for place, (a, b) in enumerate(itertools.pairwise(order), 1):
                     savings[place] += image_flops(self._tower, [each[a]]) + image_flops(self._tower, [each[b]])
                     savings[place] -= image_flops(self._tower, [each[a], each[b]])
-        lengths = [sum(_num_passed(each[i], shares=shares) for each in halves) for i in order]
+        lengths = [sum(num_passed(each[i], shares=shares) for each in halves) for i in order]
         costs = [
-            sum(
-                self._cost(each[i].num_tokens, int(each[i].predicted.sum())) + image_flops(self._tower, [each[i]])
-                for each in halves
-            )
-            for i in order
+            sum(self._cost(r.num_tokens, int(r.predicted.sum())) + image_flops(self._tower, [r]) for r in pair)
+            for pair in ([each[i] for each in halves] for i in order)
         ]
         planned = plan_micro_batches(
             # A row's paths are not parted: where they share nothing and together fill more than a micro-batch, the row
@@ -191,7 +186,7 @@ class RolePasses:
         )
         metrics = imbalance_metrics(planned, lengths, costs, shared, savings)
         # The branches of a row share what lies before them.
-        apart = sum(_num_passed(row, shares=False) for each in halves for row in each)
+        apart = sum(num_passed(row, shares=False) for each in halves for row in each)
         computed = (1 - metrics["perf/shared_tokens_frac"]) * sum(lengths)
         metrics["perf/shared_tokens_frac"] = 1 - computed / apart
         plan = MicroBatchPlan([[[order[i] for i in members] for members in bins] for bins in planned])
@@ -201,11 +196,6 @@ class RolePasses:
         if self._dims is None:
             return num_tokens
         return forward_flops(self._dims, num_tokens=num_tokens, num_head_tokens=num_head_tokens)
-
-
-def _num_passed(row: Row, *, shares: bool) -> int:
-    """Count the tokens of a row that pass through the layers: of one that forks, each path's if it cannot share."""
-    return row.num_tokens if shares or not row.forks else sum(path.row.num_tokens for path in paths_of([row]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

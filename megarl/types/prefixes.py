@@ -15,6 +15,7 @@ import numpy as np
 from megarl.types import Row
 from megarl.types.arrays import ordering_key
 from megarl.types.images import first_other
+from megarl.types.rows import paths_of
 
 
 def count_shared(a: Row, b: Row) -> int:
@@ -33,6 +34,11 @@ def count_shared(a: Row, b: Row) -> int:
     elif a.routed_experts is not b.routed_experts:
         return 0
     return int(differ.argmax()) if differ.any() else count
+
+
+def num_passed(row: Row, *, shares: bool) -> int:
+    """Count the tokens of a row that pass through the layers: of one that forks, each path's if it cannot share."""
+    return row.num_tokens if shares or not row.forks else sum(path.row.num_tokens for path in paths_of([row]))
 
 
 def family_order(rows: Sequence[Row]) -> list[int]:
