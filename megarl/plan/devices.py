@@ -60,14 +60,7 @@ def plan_shard(
             num_micro_batches=num_micro_batches,
             dtype_bytes=dtype_bytes,
         )
-    of_images = 0
-    if spec.tower is not None and stage == 0:
-        # At most, each token shows an image; whole on each rank.
-        work, part = spec.tower.work, spec.tower.part
-        of_images = dtype_bytes * work.num_kept(num_tokens, "none")
-        activations += dtype_bytes * work.num_kept(num_tokens, part) * min(layout.pp, max(1, num_micro_batches))
-    # Without gradients one layer's activations live at a time.
-    one_layer = bytes_of.layer_activation_bytes(spec.dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+        activations += _image_bytes(role, spec, stage, num_tokens, backward=True) * min(layout.pp, num_micro_batches)
     return ShardPlan(
         role=role.role.value,
         stage=stage,
@@ -82,9 +75,25 @@ def plan_shard(
         on_host=on_host,
         activations=activations,
         head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,
-        forward=max(one_layer, of_images)
-        + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=computes_pair_kl),
+        forward=_forward_bytes(role, spec, stage, num_tokens, paired=computes_pair_kl),
     )
+
+
+def _forward_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, paired: bool) -> int:
+    # Without gradients one layer's activations live at a time.
+    one_layer = bytes_of.layer_activation_bytes(
+        spec.dims, role.layout, num_tokens=num_tokens, dtype_bytes=DTYPE_BYTES[role.model.dtype]
+    )
+    images = _image_bytes(role, spec, stage, num_tokens, backward=False)
+    return max(one_layer, images) + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=paired)
+
+
+def _image_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, backward: bool) -> int:
+    """Return what a tower takes for a micro-batch of images alone; it is whole on each rank."""
+    if spec.tower is None or stage:
+        return 0
+    part = spec.tower.part if backward else "none"
+    return DTYPE_BYTES[role.model.dtype] * spec.tower.work.num_kept(num_tokens, part)
 
 
 def _head_bytes(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.config.recompute import RecomputeConfig
-from megarl.config.schema import HeadConfig, LayoutConfig, OptimizerConfig
+from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.plan.devices import plan_shard
 from megarl.plan.memory import (
     activation_bytes,
     gradient_bytes,
@@ -21,7 +22,10 @@ from megarl.plan.memory import (
     recomputed_bytes,
     weight_bytes,
 )
+from megarl.plan.run_plan import ShardPlan
+from megarl.types.messages import Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.towers import Tower, TowerWork
 
 ROOT = Path(__file__).parents[3]
 
@@ -173,3 +177,26 @@ def test_kv_cache(small: ModelSpec) -> None:
     # Two layers of four keep 3 tokens of 10: 26 times 16 bytes in all.
     windowed = replace(small.dims, windows=(3, None, 3, None))
     assert kv_bytes_per_token(windowed, tp=1, **each) == math.ceil(26 * 2 * 2 * 2 * 2 / 10)
+
+
+def test_a_tower_takes_memory_on_the_first_stage(small: ModelSpec) -> None:
+    """All of 16 tokens may show images: 2 bytes of 4·20 + 10 elements each, or half of the 20 at a time;
+    two micro-batches are in flight.
+    """
+    work = TowerWork(
+        patches=4, per_patch=1, per_feature=1, kept_per_patch=20, kept_per_feature=10, windows=(None, None), width=1
+    )
+    tower = Tower(part="all", work=work, rules=(), trained=(), names={}, mrope=None)
+    settings = ActorConfig(layout=LayoutConfig(pp=2), micro_batch_tokens=16)
+    role = RoleSpec(role=Role.ACTOR, model=ModelConfig(dtype="bfloat16"), settings=settings)
+
+    def shards(tower: Tower | None) -> list[ShardPlan]:
+        spec = replace(small, tower=tower)
+        return [plan_shard(role, spec, stage, num_micro_batches=8) for stage in range(2)]
+
+    (first, last), (texts, texts_last) = shards(tower), shards(None)
+    assert first.activations - texts.activations == 2 * 2 * 16 * (4 * 20 + 10)
+    assert first.forward == max(texts.forward, 2 * 16 * (4 * 10 + 10))
+    assert last == texts_last
+    (frozen, _) = shards(replace(tower, part="none"))
+    assert frozen.activations - texts.activations == 2 * 2 * 16 * (4 * 10 + 10)
