@@ -16,7 +16,7 @@ from megarl.host.reading import RESTORE, reading
 from megarl.host.unicode import plain
 from megarl.host.writing import replacing
 from megarl.record.rollouts import ARROW_TYPES
-from megarl.record.turns import Turn, last_turn, read_turns, turns_of
+from megarl.record.turns import Turn, last_turn, prompt_text, read_turns, turns_of
 from megarl.types import FinishReason, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class JudgedAnswer:
             uid=sample.uid,
             sample_index=sample.sample_index,
             greedy=greedy,
-            prompt=str(tokenizer.decode(sample.prompt_token_ids)),
+            prompt=prompt_text(sample, tokenizer),
             response=str(tokenizer.decode(sample.response_token_ids)),
             ground_truth=prompt.ground_truth,
             reward=reward.score,

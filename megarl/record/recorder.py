@@ -39,7 +39,7 @@ from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
-from megarl.record.turns import turns_of
+from megarl.record.turns import prompt_text, turns_of
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, SegmentSource, TokenQuantity
 from megarl.types.judged import Trouble
 from megarl.types.rows import BASE_ADVANTAGES
@@ -250,7 +250,7 @@ class RunRecorder:
                     uid=sample.uid,
                     sample_index=sample.sample_index,
                     data_source=prompt.data_source,
-                    prompt=str(tokenizer.decode(sample.prompt_token_ids)),
+                    prompt=prompt_text(sample, tokenizer),
                     response=str(tokenizer.decode(sample.response_token_ids)),
                     ground_truth=prompt.ground_truth,
                     reward=reward.score,

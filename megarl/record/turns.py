@@ -55,6 +55,15 @@ TURNS_TYPE = pa.list_(
 )
 
 
+def prompt_text(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a sample's prompt as text, with `<image DIGEST>` in the place of the tokens that show an image."""
+    parts, ids, start = list[str](), sample.prompt_token_ids, 0
+    for image in sample.segments[0].images:
+        parts += [str(tokenizer.decode(ids[start : image.places[0]])), f"<image {image.digest}>"]
+        start = int(image.places[-1]) + 1
+    return "".join([*parts, str(tokenizer.decode(ids[start:]))])
+
+
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn, ...]:
     """Split a response into turns, each written by one author; () if the policy wrote all and nobody replied."""
     if sample.episode is None and all(each.source is SegmentSource.POLICY for each in sample.segments[1:]):

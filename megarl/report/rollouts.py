@@ -5,9 +5,12 @@ each a call with a text of JSON: an index of columns to filter and sort by, and 
 page loads when they are looked at. `megarl/report/browser` has the page.
 """
 
+import base64
+import io
 import itertools
 import json
 import math
+import re
 import shutil
 import time
 from collections import defaultdict
@@ -20,10 +23,15 @@ from megarl.host.writing import replacing_directory
 from megarl.record.answers import JudgedAnswer, read_answers
 from megarl.record.metrics import RunPaths, step_of
 from megarl.record.rollouts import RolloutRecord, read_rollouts
+from megarl.vision.reader import open_image
+from megarl.vision.store import ImageStore
 
 BROWSER = Path(__file__).parent / "browser"
 # A piece ends with the sample that brings its texts to this many characters.
 PIECE_CHARS = 200_000
+# The width and the height of a picture at most.
+PICTURE_PIXELS = 128
+_IMAGE = re.compile("<image ([0-9a-f]{64})>")
 PHASES = ("training", "validation", "validation, greedy")
 
 
@@ -56,10 +64,11 @@ class _Writer:
         self._texts: list[dict[str, Any]] = []
         self._tokens: list[dict[str, Any] | None] = []
         self._prompts: dict[str, int] = {}
+        self._images: dict[str, str] = {}
         self._num_chars = 0
 
-    def add(self, row: RolloutRecord | JudgedAnswer, *, run: int, phase: str, step: int) -> None:
-        """Add a sample to the index and to the present piece, which is written once it is full."""
+    def add(self, row: RolloutRecord | JudgedAnswer, *, run: int, phase: str, step: int, images: ImageStore) -> None:
+        """Add a sample to the index and to the present piece, which is written once it is full. images: the run's."""
         if not self._texts:
             self.starts.append(len(self.columns["run"]))
         tokens = token_values(row) if isinstance(row, RolloutRecord) else {}
@@ -81,6 +90,10 @@ class _Writer:
         if row.prompt not in self._prompts:
             self._prompts[row.prompt] = len(self._prompts)
             self._num_chars += len(row.prompt)
+            for digest in {*_IMAGE.findall(row.prompt)} - self._images.keys():
+                if (images.directory / digest).is_file():
+                    self._images[digest] = picture_of(images.read(digest))
+                    self._num_chars += len(self._images[digest])
         self._num_chars += len(row.response)
         turns = [
             [turn.author, turn.text, _short(turn.reward), turn.num_tokens]
@@ -104,7 +117,8 @@ class _Writer:
         """Write the present piece, if it has a sample, and begin another."""
         if self._texts:
             number = len(self.starts) - 1
-            self.write(f"texts_{number:05}", {"prompts": list(self._prompts), "samples": self._texts})
+            shown = {"images": self._images} if self._images else {}
+            self.write(f"texts_{number:05}", {"prompts": list(self._prompts), "samples": self._texts, **shown})
             self.write(f"tokens_{number:05}", self._tokens)
         self._begin_piece()
 
@@ -128,7 +142,7 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
     with replacing_directory(out) as partial:
         writer = _Writer(partial)
         for number, phase, step, row in itertools.chain([first], samples):
-            writer.add(row, run=number, phase=phase, step=step)
+            writer.add(row, run=number, phase=phase, step=step, images=ImageStore(runs[number][1].root / "images"))
             if number == 0:
                 counts[phase, step].append(row.correct)
         writer.end_piece()
@@ -159,6 +173,14 @@ def _recorded(paths: RunPaths) -> Iterator[tuple[str, int, RolloutRecord | Judge
     for path in paths.recorded_validations():
         for answer in read_answers(path):
             yield "validation, greedy" if answer.greedy else "validation", step_of(path), answer
+
+
+def picture_of(image: bytes) -> str:
+    """Return a small picture of an image, as a data URL."""
+    small, out = open_image(image), io.BytesIO()
+    small.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
+    small.save(out, "WEBP", quality=80)
+    return f"data:image/webp;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def token_values(row: RolloutRecord) -> dict[str, Any]:

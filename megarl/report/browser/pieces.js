@@ -60,7 +60,7 @@ function pieceOf(sample) {
 async function textOf(sample) {
   const which = pieceOf(sample), piece = await load("texts", which);
   const text = piece.samples[sample - index.starts[which]];
-  return { ...text, prompt: piece.prompts[text.prompt] };
+  return { ...text, prompt: piece.prompts[text.prompt], images: piece.images };
 }
 
 async function tokensOf(sample) {

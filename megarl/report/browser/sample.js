@@ -41,6 +41,7 @@ async function showSample() {
   if (samples.some((one, run) => one !== shown[run])) return; // another was opened meanwhile
   const kinds = Object.keys(COLORS).filter((kind) => kind === "none" || parts.some((part) => part?.tokens?.[kind]));
   const kind = kinds.includes(color) ? color : kinds[1] ?? "none";
+  const read = parts[columns.run[current]].text;
   const leave = () => document.body.classList.remove("reading");
   const prompt = { className: "prompt", tabIndex: 0, attributes: { role: "group", "aria-label": "prompt" } };
   $("sample").replaceChildren(
@@ -49,7 +50,7 @@ async function showSample() {
       make("h2", {}, nameOf(current)),
       make("span", { className: "note" }, index.sources[columns.source[current]])),
     make("h3", {}, "Prompt"),
-    make("pre", prompt, visible(parts[columns.run[current]].text.prompt)),
+    make("pre", prompt, visible(read.prompt, read.images)),
     ...(kinds.length > 1 ? [chooser(kinds, kind)] : []),
     make("div", { className: "columns" }, ...samples.map((one, run) => column(one, run, parts[run], kind))));
   $("token").textContent = HELP;

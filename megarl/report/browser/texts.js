@@ -19,6 +19,7 @@ const COLORS = {
   signal: { label: "signal", both: true, share: (t, i) => t.signal[i] / 2 },
   divergence: { label: "divergence", both: true, share: (t, i) => t.divergence[i] / 2 },
 };
+const IMAGE = /<image ([0-9a-f]{64})>/;
 const SPECIAL = /(<\|[^|<>\n]{1,60}\|>|<\/?[A-Za-z_][A-Za-z0-9_]{0,30}>)/;
 
 const $ = (id) => document.getElementById(id);
@@ -55,11 +56,15 @@ function pictured(text) {
   return text.replace(/(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, picture);
 }
 
-// Tokens such as <|im_end|>, and tags, are set apart.
-function visible(text) {
+// Tokens such as <|im_end|>, and tags, are set apart. `images` are pictures of those that the text shows, by digest.
+function visible(text, images = {}) {
   const nodes = document.createDocumentFragment();
   const mark = (part) => make("span", { className: "special" }, part);
-  text.split(SPECIAL).forEach((part, place) => nodes.append(place % 2 ? mark(part) : pictured(part)));
+  const picture = (digest) => make("img", { src: images[digest], alt: `image ${digest.slice(0, 8)}`, title: digest });
+  text.split(IMAGE).forEach((plain, i) => {
+    if (i % 2) return nodes.append(Object.hasOwn(images, plain) ? picture(plain) : mark(`<image ${plain}>`));
+    plain.split(SPECIAL).forEach((part, place) => nodes.append(place % 2 ? mark(part) : pictured(part)));
+  });
   return nodes;
 }
 

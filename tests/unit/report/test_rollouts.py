@@ -1,5 +1,7 @@
 """The data of the rollout browser, as its page reads them."""
 
+import base64
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from megarl.record.metrics import RunPaths
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.turns import Turn
 from megarl.report import rollouts
 from megarl.report.rollouts import Verdicts, sample_values, token_values, write_browser
+from megarl.vision.store import ImageStore
 from tests.helpers.recorded_run import evil, forked, write_recorded_run, write_validation
 
 PLAIN = RolloutRecord(
@@ -180,6 +184,26 @@ def test_runs_share_prompts_and_the_first_is_counted(tmp_path: Path) -> None:
     assert index["uids"] == ["sums:0", "sums:1", "sums:2"]
     assert index["columns"]["run"] == [0, 0, 0, 0, 1, 1, 1]
     assert index["columns"]["prompt"] == [0, 0, 1, 1, 0, 1, 2]
+
+
+def test_images_of_prompts_are_shown_as_small_pictures(tmp_path: Path) -> None:
+    """One of 300 × 150 pixels, red on the left; another is no longer there."""
+    paths, out = RunPaths(tmp_path / "run"), io.BytesIO()
+    whole = Image.new("RGB", (300, 150), "blue")
+    whole.paste("red", (0, 0, 150, 150))
+    whole.save(out, "PNG")
+    digest = ImageStore(paths.root / "images").put(out.getvalue())
+    prompt = f"look <image {digest}> or <image {'0' * 64}>"
+    write_rollouts(paths.rollouts(1), [replace(PLAIN, prompt=prompt), replace(PLAIN, prompt=prompt, uid="b")])
+    write_browser([("run", paths)], tmp_path / "out")
+    (texts,) = pieces(tmp_path / "out", "texts")
+    assert texts["prompts"] == [prompt]
+    ((shown, url),) = texts["images"].items()
+    head, _, coded = url.partition(",")
+    picture = Image.open(io.BytesIO(base64.b64decode(coded)))
+    assert (shown, head, picture.size) == (digest, "data:image/webp;base64", (128, 64))
+    left, right = (picture.convert("RGB").getpixel((x, 32)) for x in (20, 108))
+    assert (left[0] > 200 > 60 > left[2], right[2] > 200 > 60 > right[0]) == (True, True)
 
 
 def test_turns_that_begin_branches_say_where(tmp_path: Path) -> None:
