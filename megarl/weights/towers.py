@@ -151,7 +151,7 @@ def _work_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -
     width, *_, patch_size = max(of_patches.values(), key=len)
     layers = sorted({int(part) for name in of_patches for part in name.split(".") if part.isdigit()})
     vision = config.get("vision_config") or {}
-    whole, window = vision.get("fullatt_block_indexes"), vision.get("window_size")
+    whole, window = vision.get("fullatt_block_indexes"), vision.get("window_size", 0)
     merge = vision.get("spatial_merge_size") or config.get("spatial_merge_size", 2)
     return TowerWork(
         patches=merge**2,
@@ -159,6 +159,6 @@ def _work_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -
         per_feature=sum(map(math.prod, of_features.values())),
         kept_per_patch=sum(each[0] + math.prod(each[1:]) for each in of_patches.values()),
         kept_per_feature=sum(each[0] + math.prod(each[1:]) for each in of_features.values()),
-        windows=tuple(None if whole is None or i in whole else (int(window) // patch_size) ** 2 for i in layers),
+        windows=tuple(None if whole is None or i in whole else (window // patch_size) ** 2 for i in layers),
         width=width,
     )

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.record.answers import JudgedAnswer, read_answers, write_answers
-from megarl.record.turns import Turn, last_turn, read_turns, turns_of
-from megarl.types import Episode, FinishReason, Prompt, Reward, Sample, environment_segment, prompt_segment
+from megarl.record.turns import Turn, last_turn, prompt_text, read_turns, turns_of
+from megarl.types import Episode, FinishReason, Prompt, Reward, RowImage, Sample, environment_segment, prompt_segment
 from megarl.types.forks import Fork
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import demonstration_segment, policy_segment
@@ -37,6 +38,14 @@ SAMPLE = Sample(
     finish_reason=FinishReason.STOP,
     episode=Episode(environment="game"),
 )
+
+
+def test_the_text_of_a_prompt_says_where_images_stand() -> None:
+    """Of five tokens, the second and the third show one, and the last another."""
+    shown = [RowImage(places=np.array(places), digest=digest) for places, digest in (([1, 2], "f0"), ([4], "c1"))]
+    prompt = prompt_segment([*ids("a"), *ids("xx"), *ids("b"), *ids("x")], tuple(shown))
+    assert prompt_text(replace(SAMPLE, segments=(prompt, *SAMPLE.segments[1:])), TOKENIZER) == "a<image f0>b<image c1>"
+    assert prompt_text(replace(SAMPLE, segments=(prompt_segment(ids("aé")),)), TOKENIZER) == "aé"
 
 
 def test_turns_say_who_wrote_what() -> None:
