@@ -119,7 +119,10 @@ def test_an_evaluation_shows_images_to_the_model(tmp_path: Path) -> None:
         for name in "ABA"
     ]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out, settings = tmp_path / "out", ("data.image_key=images", "rollout.engine.max_num_seqs=16")
+    out, settings = (
+        tmp_path / "out",
+        ("data.image_key=images", "data.max_prompt_tokens=256", "rollout.engine.max_num_seqs=16"),
+    )
     options = ("--num-samples", "1", "--max-response-tokens", "16", "--out", str(out))
     run_to_end(out, "eval", str(tmp_path / "model"), *settings, "--data", str(tmp_path / "eval.jsonl"), *options)
     answers = [each for each in pq.read_table(out / "samples.parquet").to_pylist() if each["greedy"]]

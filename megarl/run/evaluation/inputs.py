@@ -239,9 +239,9 @@ def _engine_model_rows(config: Config) -> int:
     """
     path = Path(config.model.path)
     hf_config = read_hf_config(path)
+    # Models that also see images have the language model's sizes in a section.
+    hf_config = {**hf_config, **hf_config.get("text_config", {})}
     check_model(config, hf_config)
     for file in model_files(path):
         read_header(file)
-    # Models that also see images have the language model's sizes in a section.
-    found = hf_config.get("vocab_size") or hf_config.get("text_config", {}).get("vocab_size")
-    return int(found or sys.maxsize)
+    return int(hf_config.get("vocab_size") or sys.maxsize)
