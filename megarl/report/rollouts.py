@@ -23,8 +23,6 @@ from megarl.host.writing import replacing_directory
 from megarl.record.answers import JudgedAnswer, read_answers
 from megarl.record.metrics import RunPaths, step_of
 from megarl.record.rollouts import RolloutRecord, read_rollouts
-from megarl.vision.reader import open_image
-from megarl.vision.store import ImageStore
 
 BROWSER = Path(__file__).parent / "browser"
 # A piece ends with the sample that brings its texts to this many characters.
@@ -67,8 +65,8 @@ class _Writer:
         self._images: dict[str, str] = {}
         self._num_chars = 0
 
-    def add(self, row: RolloutRecord | JudgedAnswer, *, run: int, phase: str, step: int, images: ImageStore) -> None:
-        """Add a sample to the index and to the present piece, which is written once it is full. images: the run's."""
+    def add(self, row: RolloutRecord | JudgedAnswer, *, run: int, phase: str, step: int, images: Path) -> None:
+        """Add a sample to the index and to the present piece, which is written once it is full. images: a directory."""
         if not self._texts:
             self.starts.append(len(self.columns["run"]))
         tokens = token_values(row) if isinstance(row, RolloutRecord) else {}
@@ -91,8 +89,8 @@ class _Writer:
             self._prompts[row.prompt] = len(self._prompts)
             self._num_chars += len(row.prompt)
             for digest in {*_IMAGE.findall(row.prompt)} - self._images.keys():
-                if (images.directory / digest).is_file():
-                    self._images[digest] = picture_of(images.read(digest))
+                if (images / digest).is_file():
+                    self._images[digest] = picture_of(images / digest)
                     self._num_chars += len(self._images[digest])
         self._num_chars += len(row.response)
         turns = [
@@ -142,7 +140,7 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
     with replacing_directory(out) as partial:
         writer = _Writer(partial)
         for number, phase, step, row in itertools.chain([first], samples):
-            writer.add(row, run=number, phase=phase, step=step, images=ImageStore(runs[number][1].root / "images"))
+            writer.add(row, run=number, phase=phase, step=step, images=runs[number][1].root / "images")
             if number == 0:
                 counts[phase, step].append(row.correct)
         writer.end_piece()
@@ -175,9 +173,11 @@ def _recorded(paths: RunPaths) -> Iterator[tuple[str, int, RolloutRecord | Judge
             yield "validation, greedy" if answer.greedy else "validation", step_of(path), answer
 
 
-def picture_of(image: bytes) -> str:
-    """Return a small picture of an image, as a data URL."""
-    small, out = open_image(image), io.BytesIO()
+def picture_of(image: Path) -> str:
+    """Return a small picture of an image that a run has read, as a data URL."""
+    from PIL import Image, ImageOps
+
+    small, out = ImageOps.exif_transpose(Image.open(image)).convert("RGB"), io.BytesIO()
     small.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
     small.save(out, "WEBP", quality=80)
     return f"data:image/webp;base64,{base64.b64encode(out.getvalue()).decode()}"
