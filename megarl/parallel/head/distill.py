@@ -19,7 +19,7 @@ from megarl.parallel.head.logprobs import HeadOptions, prepare_head
 from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
-from megarl.parallel.head.teachers import Chunk, Teacher, TeacherComparison
+from megarl.parallel.head.teachers import LogitsChunk, Teacher, TeacherComparison
 
 _NUM_VALUES = len(TeacherComparison._fields)
 _DEFAULTS = HeadOptions()
@@ -106,7 +106,7 @@ def compare_rows(
     *,
     kept: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
-    on_chunk: Callable[[Chunk, TeacherComparison], None] | None = None,
+    on_chunk: Callable[[LogitsChunk, TeacherComparison], None] | None = None,
 ) -> torch.Tensor:
     """Return the values of `TeacherComparison` of all tokens, [values, N], computed chunk by chunk.
 
@@ -121,7 +121,7 @@ def compare_rows(
     buffer, others = x.buffer(min(x.chunk_tokens, count)) if kept is None else kept, logits_of(teacher, x)
     for rows in x.chunks():
         logits = x.write_logits(rows, buffer if kept is None else kept[rows])
-        chunk = Chunk(x, rows, logits, others(rows))
+        chunk = LogitsChunk(x, rows, logits, others(rows))
         if not by_chunk:
             teacher.write_statistics(chunk, parts[:, rows])
             continue
@@ -132,7 +132,7 @@ def compare_rows(
         if on_chunk is not None:
             on_chunk(chunk, found)
     if not by_chunk:
-        whole = Chunk(x, slice(0, count), *[x.hidden.new_empty(0)] * 2)
+        whole = LogitsChunk(x, slice(0, count), *[x.hidden.new_empty(0)] * 2)
         torch.stack(teacher.compare(whole, gather_parts(parts, x.shard.group)), out=values)
     return values
 
@@ -195,7 +195,7 @@ class DistilledGradients(torch.autograd.Function):
             by_entropy = None if grads[1] is None else given[1][rows]
             there = TeacherComparison(*table[:, rows])
             weights = given[0][rows], by_entropy, given[2][rows]
-            _overwrite(Chunk(x, rows, logits, others(rows)), teacher, there, *weights)
+            _overwrite(LogitsChunk(x, rows, logits, others(rows)), teacher, there, *weights)
             sums[1].add(logits, hidden[rows])
             sums[0].add(rows, logits, x.weight)
         return sums[0].finish(), sums[1].finish(), None, None, None, None
@@ -216,7 +216,7 @@ def _in_chunk(
     grad_hidden, grad_weight = HiddenGradient(x.hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=wanted)
     depends_on_entropy = False
 
-    def on_chunk(chunk: Chunk, found: TeacherComparison) -> None:
+    def on_chunk(chunk: LogitsChunk, found: TeacherComparison) -> None:
         nonlocal depends_on_entropy
         rows, logits = chunk.rows, chunk.logits
         by_logprobs, by_entropy, by_divergence, *_ = loss_gradients(*table[:4])
@@ -236,7 +236,7 @@ def _in_chunk(
 
 
 def _overwrite(
-    chunk: Chunk,
+    chunk: LogitsChunk,
     teacher: Teacher,
     found: TeacherComparison,
     by_logprobs: torch.Tensor,

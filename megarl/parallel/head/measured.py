@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.parallel.head.kernels import PolicyTerm, blocks, normalised, policy_gradient, workspaces
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
-from megarl.parallel.head.teachers import Chunk, TeacherComparison, compared
+from megarl.parallel.head.teachers import LogitsChunk, TeacherComparison, compared
 from megarl.types.objectives import HeadMeasure, HeadProbs
 
 
@@ -40,7 +40,7 @@ class MeasuredPolicy:
     def num_statistics(self) -> int:
         return 2
 
-    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+    def write_statistics(self, chunk: LogitsChunk, out: Tensor) -> None:
         x, rows, logits, others = chunk
         own, labels, scale = x.num_statistics, x.labels[rows], self.inputs.inverse_temperature[rows]
         write_chunk_statistics(x, rows, logits, out[:own])
@@ -56,7 +56,7 @@ class MeasuredPolicy:
             peak = z.amax(1, keepdim=True)
             out[own, block] = z.sub_(peak).exp_().sum(1).log_() + peak[:, 0]
 
-    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+    def compare(self, chunk: LogitsChunk, parts: Tensor) -> TeacherComparison:
         own = chunk.x.num_statistics
         found, there = combine(parts[:, :own]), parts[:, own].logsumexp(0)
         sums = torch.zeros(2, len(there), dtype=parts.dtype, device=parts.device)
@@ -81,7 +81,7 @@ class MeasuredPolicy:
         )
 
     def write_gradient(
-        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
+        self, chunk: LogitsChunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         # The gradient by z_v is slope_v − p_v·Σ slopes; p_v has its own factor in that of the log-probs.
         everywhere, scaled = replace(term, a=term.a + weight * found.mean), weight * term.inverse_temperature
@@ -93,7 +93,7 @@ class MeasuredPolicy:
             # Added before rounding to the dtype of logits.
             logits[block] = probs.log_q.addcmul_(slopes, scaled[block, None])
 
-    def _blocks(self, chunk: Chunk, *, lse: Tensor, teacher_lse: Tensor) -> Iterator[_Block]:
+    def _blocks(self, chunk: LogitsChunk, *, lse: Tensor, teacher_lse: Tensor) -> Iterator[_Block]:
         """Yield blocks of this rank's part of a chunk; each block's probabilities overwrite those of the one before."""
         x, rows, logits, others = chunk
         if not logits.shape[1]:

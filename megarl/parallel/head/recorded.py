@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import HeadInputs, combine, write_chunk_statistics
-from megarl.parallel.head.teachers import Chunk, TeacherComparison, compared
+from megarl.parallel.head.teachers import LogitsChunk, TeacherComparison, compared
 from megarl.parallel.head.top_teacher import gradient_at, overwrite_at
 from megarl.types.objectives import HeadMeasure, HeadProbs
 
@@ -36,7 +36,7 @@ class RecordedHead:
     def num_statistics(self) -> int:
         return 1 + self.ids.shape[1]
 
-    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+    def write_statistics(self, chunk: LogitsChunk, out: Tensor) -> None:
         x, rows, logits, _ = chunk
         own = x.num_statistics
         out[own], out[own + 1 :] = -torch.inf, 0.0
@@ -62,7 +62,7 @@ class RecordedHead:
 
         write_chunk_statistics(x, rows, logits, out[:own], write)
 
-    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+    def compare(self, chunk: LogitsChunk, parts: Tensor) -> TeacherComparison:
         x, rows = chunk.x, chunk.rows
         own = x.num_statistics
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
@@ -86,7 +86,7 @@ class RecordedHead:
         )
 
     def write_gradient(
-        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
+        self, chunk: LogitsChunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         x, rows = chunk.x, chunk.rows
         columns, z = x.at_ids(self.ids[rows], rows, logits)

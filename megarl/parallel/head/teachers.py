@@ -52,7 +52,7 @@ class TeacherComparison(NamedTuple):
     common_lse: Tensor
 
 
-class Chunk(NamedTuple):
+class LogitsChunk(NamedTuple):
     """Tokens `rows` of the student's inputs x, and both models' raw logits [n, V]; what does not exist is empty."""
 
     x: HeadInputs
@@ -83,14 +83,14 @@ class Teacher(Protocol):
     def reads_logits_twice(self) -> bool:
         """Return whether `compare` reads logits, so that each chunk is compared while they exist."""
 
-    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+    def write_statistics(self, chunk: LogitsChunk, out: Tensor) -> None:
         """Write this rank's statistics: `x.num_statistics` of the student, then those of the teacher."""
 
-    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+    def compare(self, chunk: LogitsChunk, parts: Tensor) -> TeacherComparison:
         """Combine the statistics of all ranks, [ranks, k, n]."""
 
     def write_gradient(
-        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
+        self, chunk: LogitsChunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         """Do what `ChunkKernels.write_gradient` does, and add weight·∂D/∂r."""
 
@@ -117,7 +117,7 @@ class WholeTeacher:
     def reads_logits_twice(self) -> bool:
         return self.divergence is Divergence.JSD
 
-    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+    def write_statistics(self, chunk: LogitsChunk, out: Tensor) -> None:
         x, rows, logits, others = chunk
         width, own, scale = self.columns, x.num_statistics, self.inputs.inverse_temperature[rows]
         both = torch.zeros(NUM_OWN + NUM_BOTH, len(logits), dtype=out.dtype, device=out.device)
@@ -143,7 +143,7 @@ class WholeTeacher:
             out[own + NUM_BOTH] = both[0]
             out[own + NUM_BOTH + 1] = (others[:, width:].to(out.dtype) * scale[:, None]).logsumexp(1)
 
-    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+    def compare(self, chunk: LogitsChunk, parts: Tensor) -> TeacherComparison:
         x, rows, logits, others = chunk
         own, width = x.num_statistics, self.columns
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
@@ -183,7 +183,7 @@ class WholeTeacher:
         )
 
     def write_gradient(
-        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
+        self, chunk: LogitsChunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         width = self.columns
         if width:

@@ -15,7 +15,7 @@ from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.kernels import PolicyTerm
 from megarl.parallel.head.statistics import combine, write_chunk_statistics
 from megarl.parallel.head.teacher_kernels import SLOPES, log_ratio_to_mixture
-from megarl.parallel.head.teachers import Chunk, TeacherComparison, compared
+from megarl.parallel.head.teachers import LogitsChunk, TeacherComparison, compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TopTeacher:
     def num_statistics(self) -> int:
         return 1 + self.ids.shape[1] + self.cut
 
-    def write_statistics(self, chunk: Chunk, out: Tensor) -> None:
+    def write_statistics(self, chunk: LogitsChunk, out: Tensor) -> None:
         x, rows, logits, _ = chunk
         own, end = x.num_statistics, x.num_statistics + 1 + self.ids.shape[1]
         write_chunk_statistics(x, rows, logits, out[:own])
@@ -51,7 +51,7 @@ class TopTeacher:
             if self.cut:
                 out[end] = (common.to(out.dtype) * x.inverse_temperature[rows, None]).logsumexp(1)
 
-    def compare(self, chunk: Chunk, parts: Tensor) -> TeacherComparison:
+    def compare(self, chunk: LogitsChunk, parts: Tensor) -> TeacherComparison:
         x, rows = chunk.x, chunk.rows
         own, end = x.num_statistics, x.num_statistics + 1 + self.ids.shape[1]
         found = combine(parts[:, :own], None if x.nucleus is None else x.nucleus[rows])
@@ -83,7 +83,7 @@ class TopTeacher:
         )
 
     def write_gradient(
-        self, chunk: Chunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
+        self, chunk: LogitsChunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         x, rows = chunk.x, chunk.rows
         columns, z = x.at_ids(self.ids[rows], rows, logits)
