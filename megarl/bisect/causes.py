@@ -8,28 +8,39 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megarl.bisect.departure import Cause, Departure, distance
-from megarl.bisect.operations import ACTIVATIONS, Add, Attend, Embed, GateUp, Head, Linear, Norm, Operation, Turn
+from megarl.bisect.departure import Departure, Explanation, distance
+from megarl.bisect.operations import (
+    ACTIVATIONS,
+    Add,
+    Attend,
+    Embed,
+    GateUp,
+    LayerOperation,
+    Linear,
+    LogitsHead,
+    Norm,
+    Rotation,
+)
 from megarl.bisect.rules import frequencies
 from megarl.bisect.weights import weight_causes
-from megarl.types.passes import Stage
+from megarl.types.passes import Probe
 
 # An operation in another convention, with its name and words.
-Alternatives = Iterator[tuple[str, str, Operation]]
+Alternatives = Iterator[tuple[str, str, LayerOperation]]
 
 
-def find_cause(departure: Departure) -> Cause | None:
+def find_cause(departure: Departure) -> Explanation | None:
     """Return the first cause that explains a departure, the commonest ones first."""
     operation = departure.operation
     for name, words, other in _CAUSES[type(operation)](departure, operation):
         if departure.explained_by(other.compute()):
-            return Cause(name=name, words=words)
+            return Explanation(name=name, words=words)
     for name, words in weight_causes(departure):
-        return Cause(name=name, words=words)
+        return Explanation(name=name, words=words)
     told, expected = departure.told, operation.compute()
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(told.to(dtype).float(), told) and distance(expected, told) < 0.05:
-            return Cause(name="dtype", words=f"it is rounded to {str(dtype).removeprefix('torch.')}")
+            return Explanation(name="dtype", words=f"it is rounded to {str(dtype).removeprefix('torch.')}")
     return None
 
 
@@ -61,7 +72,7 @@ def _tiled(operation: Norm) -> torch.Tensor:
     return operation.weight.repeat(operation.x.shape[1])
 
 
-def _of_turn(departure: Departure, operation: Turn) -> Alternatives:
+def _of_turn(departure: Departure, operation: Rotation) -> Alternatives:
     size, expected = operation.x.shape[-1], operation.frequencies
     yield "rope absent", "queries and keys are not turned", replace(operation, frequencies=expected[:0])
     for turned in dict.fromkeys((2 * len(expected), size, size // 2, size // 4, 3 * size // 4)):
@@ -82,7 +93,7 @@ def _of_turn(departure: Departure, operation: Turn) -> Alternatives:
                 return
 
 
-def _named_turn(departure: Departure, operation: Turn, found: Turn) -> tuple[str, str]:
+def _named_turn(departure: Departure, operation: Rotation, found: Rotation) -> tuple[str, str]:
     """Name the rotation that was measured, by its frequencies and angles at position 0."""
     spec, layer, n = departure.rules.spec, departure.place.layer, len(found.frequencies)
     expected, size, near = operation.frequencies.double(), operation.x.shape[-1], 1e-3
@@ -147,7 +158,7 @@ def _of_attention(departure: Departure, operation: Attend) -> Alternatives:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What was told, for causes that are known by what is wrong rather than by another convention."""
+    """The recorded tensor itself, for causes that are known by what is wrong rather than by another convention."""
 
     value: torch.Tensor
 
@@ -198,12 +209,12 @@ def _of_sum(departure: Departure, operation: Add) -> Alternatives:
     )
 
 
-def _of_head(departure: Departure, operation: Head) -> Alternatives:
+def _of_head(departure: Departure, operation: LogitsHead) -> Alternatives:
     if operation.cap is not None:
         yield "logit cap", f"logits are not capped at {operation.cap:.4g}", replace(operation, cap=None)
     if operation.divisor != 1:
         yield "multiplier", f"logits are not divided by {operation.divisor:.6g}", replace(operation, divisor=1.0)
-    embedding = departure.rules.weights.one(Stage.EMBEDDING)
+    embedding = departure.rules.weights.one(Probe.EMBEDDING)
     if embedding is not None and not departure.rules.spec.dims.tied:
         words = "the head is the embedding, config.json has tie_word_embeddings: false"
         yield "tied head", words, replace(operation, weight=embedding)
@@ -222,7 +233,7 @@ def _of_head(departure: Departure, operation: Head) -> Alternatives:
     yield "temperature", words, replace(operation, temperature=temperature)
 
 
-def _fitted_temperature(operation: Head, told: torch.Tensor) -> float:
+def _fitted_temperature(operation: LogitsHead, told: torch.Tensor) -> float:
     """Return the temperature whose log-probs come closest, by golden-section search between 1/8 and 8."""
     logits, golden = operation.logits, (5**0.5 - 1) / 2
 
@@ -242,10 +253,10 @@ def _fitted_temperature(operation: Head, told: torch.Tensor) -> float:
 _CAUSES: dict[type, Callable[..., Alternatives]] = {
     Embed: _of_embedding,
     Norm: _of_norm,
-    Turn: _of_turn,
+    Rotation: _of_turn,
     Attend: _of_attention,
     Linear: _of_linear,
     GateUp: _of_gate_up,
     Add: _of_sum,
-    Head: _of_head,
+    LogitsHead: _of_head,
 }

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.bisect.operations import Operation
-from megarl.bisect.rules import Rules
-from megarl.types.passes import Place
+from megarl.bisect.operations import LayerOperation
+from megarl.bisect.rules import LayerRules
+from megarl.types.passes import PassPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
     """A tensor that does not follow from the tensors before it by the model's config.json and weights."""
 
-    place: Place
-    operation: Operation
+    place: PassPlace
+    operation: LayerOperation
     told: torch.Tensor
-    rules: Rules
-    older: Sequence[Rules]
+    rules: LayerRules
+    older: Sequence[LayerRules]
     bound: float
 
     def explained_by(self, value: torch.Tensor) -> bool:
@@ -26,7 +26,7 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Explanation:
     """A named cause, in words with figures."""
 
     name: str

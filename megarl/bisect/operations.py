@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megarl.weights.rules import Activation
 
 
-class Operation(Protocol):
-    """What computes a tensor; a cause of a difference is an operation with another convention or weight."""
+class LayerOperation(Protocol):
+    """Computes a tensor; a cause of a difference is an operation with another convention or weight."""
 
     def compute(self) -> torch.Tensor: ...
 
@@ -68,7 +68,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Rotation:
     """Rotary embedding: pair i of a head's first dimensions turns by position · frequencies[i].
 
     Pairs are dimensions i and i + n of n frequencies, or neighbours if `neighbours`.
@@ -166,7 +166,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class LogitsHead:
     """Log-probs [T − 1] of the next tokens; padding: further logits of 0 that enter the softmax."""
 
     hidden: torch.Tensor

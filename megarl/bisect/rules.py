@@ -6,8 +6,19 @@ from pathlib import Path
 
 import torch
 
-from megarl.bisect.operations import ACTIVATIONS, Add, Attend, Embed, GateUp, Head, Linear, Norm, Operation, Turn
-from megarl.types.passes import Place, Stage, Told, merged
+from megarl.bisect.operations import (
+    ACTIVATIONS,
+    Add,
+    Attend,
+    Embed,
+    GateUp,
+    LayerOperation,
+    Linear,
+    LogitsHead,
+    Norm,
+    Rotation,
+)
+from megarl.types.passes import PassPlace, Probe, Told, merged
 from megarl.weights.families import ModelSpec, PlacedRule, read_model_spec
 from megarl.weights.rope import PlainYarnRope, YarnRope
 from megarl.weights.rules import Partition
@@ -18,23 +29,23 @@ _ATTENTION = "decoder.layers.{}.self_attention."
 _LAYER, _QKV, _UP = "decoder.layers.{}.", f"{_ATTENTION}linear_qkv.weight", "decoder.layers.{}.mlp.linear_fc1.weight"
 # The parameter with which a stage is computed, and which of its tensors.
 _PARAMETERS = {
-    Stage.EMBEDDING: ("embedding.word_embeddings.weight", 0),
-    Stage.ATTENTION_INPUT: (f"{_LAYER}input_layernorm.weight", 0),
-    Stage.QUERY: (_QKV, 0),
-    Stage.KEY: (_QKV, 1),
-    Stage.VALUE: (_QKV, 2),
-    Stage.QUERY_NORMED: (f"{_ATTENTION}q_layernorm.weight", 0),
-    Stage.KEY_NORMED: (f"{_ATTENTION}k_layernorm.weight", 0),
-    Stage.ATTENDED: (f"{_ATTENTION}core_attention.softmax_offset", 0),
-    Stage.ATTENTION_OUTPUT: (f"{_ATTENTION}linear_proj.weight", 0),
-    Stage.STREAM: (f"{_LAYER}self_attn_bda.weight", 0),
-    Stage.MLP_INPUT: (f"{_LAYER}pre_mlp_layernorm.weight", 0),
-    Stage.MLP_HIDDEN: (_UP, 0),
-    Stage.MLP_OUTPUT: (f"{_LAYER}mlp.linear_fc2.weight", 0),
-    Stage.OUTPUT: (f"{_LAYER}mlp_bda.weight", 0),
-    Stage.FINAL_NORM: ("decoder.final_layernorm.weight", 0),
-    Stage.LOGPROBS: ("output_layer.weight", 0),
-    Stage.SAMPLED: ("output_layer.weight", 0),
+    Probe.EMBEDDING: ("embedding.word_embeddings.weight", 0),
+    Probe.ATTENTION_INPUT: (f"{_LAYER}input_layernorm.weight", 0),
+    Probe.QUERY: (_QKV, 0),
+    Probe.KEY: (_QKV, 1),
+    Probe.VALUE: (_QKV, 2),
+    Probe.QUERY_NORMED: (f"{_ATTENTION}q_layernorm.weight", 0),
+    Probe.KEY_NORMED: (f"{_ATTENTION}k_layernorm.weight", 0),
+    Probe.ATTENDED: (f"{_ATTENTION}core_attention.softmax_offset", 0),
+    Probe.ATTENTION_OUTPUT: (f"{_ATTENTION}linear_proj.weight", 0),
+    Probe.STREAM: (f"{_LAYER}self_attn_bda.weight", 0),
+    Probe.MLP_INPUT: (f"{_LAYER}pre_mlp_layernorm.weight", 0),
+    Probe.MLP_HIDDEN: (_UP, 0),
+    Probe.MLP_OUTPUT: (f"{_LAYER}mlp.linear_fc2.weight", 0),
+    Probe.OUTPUT: (f"{_LAYER}mlp_bda.weight", 0),
+    Probe.FINAL_NORM: ("decoder.final_layernorm.weight", 0),
+    Probe.LOGPROBS: ("output_layer.weight", 0),
+    Probe.SAMPLED: ("output_layer.weight", 0),
 }
 _UNKNOWN = {Partition.GATE_UP_IN_TURNS, Partition.TRANSPOSED_COLUMNS}
 
@@ -66,13 +77,13 @@ class Weights:
             rows[tensor.name] = first + size
         return found
 
-    def one(self, stage: Stage, layer: int | None = None) -> torch.Tensor | None:
+    def one(self, stage: Probe, layer: int | None = None) -> torch.Tensor | None:
         """Return the tensor with which a stage is computed; None if it has none."""
         parameter, part = _PARAMETERS[stage]
         parts = self.parts(parameter, layer)
         return parts[part] if parts else None
 
-    def name(self, place: Place) -> str:
+    def name(self, place: PassPlace) -> str:
         """Return the name of the tensor with which a stage is computed."""
         parameter, part = _PARAMETERS.get(place.stage, ("", 0))
         placed = self.rules.get(parameter.format(place.layer))
@@ -80,7 +91,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class LayerRules:
     """The rules by which one side's tensors follow from each other. YaRN's factor is in scores, as in the trainer."""
 
     weights: Weights
@@ -90,23 +101,23 @@ class Rules:
     def spec(self) -> ModelSpec:
         return self.weights.spec
 
-    def operation(self, place: Place) -> Operation | None:
+    def operation(self, place: PassPlace) -> LayerOperation | None:
         """Return what computes a tensor; None if it is not known, or needs tensors that were not told."""
         make = _OPERATIONS.get(place.stage)
         return None if make is None else make(self, place.layer)
 
-    def value(self, stage: Stage, layer: int | None = None) -> torch.Tensor | None:
+    def value(self, stage: Probe, layer: int | None = None) -> torch.Tensor | None:
         """Return a tensor as it was told, or else as it follows from others; None if it does not."""
-        told = self.told.values.get(Place(stage, layer))
-        if told is None and (operation := self.operation(Place(stage, layer))) is not None:
+        told = self.told.values.get(PassPlace(stage, layer))
+        if told is None and (operation := self.operation(PassPlace(stage, layer))) is not None:
             told = operation.compute()
         return told
 
     def stream(self, layer: int) -> torch.Tensor | None:
         """Return the residual stream with which a layer begins."""
-        return self.value(Stage.OUTPUT, layer - 1) if layer else self.value(Stage.EMBEDDING)
+        return self.value(Probe.OUTPUT, layer - 1) if layer else self.value(Probe.EMBEDDING)
 
-    def norm(self, stage: Stage, x: torch.Tensor, layer: int | None = None, *, wide: bool = False) -> Norm:
+    def norm(self, stage: Probe, x: torch.Tensor, layer: int | None = None, *, wide: bool = False) -> Norm:
         weight, adds_one = self.weights.one(stage, layer), self.spec.family.norms_add_one
         return Norm(x=x, weight=weight, eps=self.spec.norm_eps, adds_one=adds_one, wide=wide)
 
@@ -122,62 +133,64 @@ def frequencies(spec: ModelSpec, layer: int) -> torch.Tensor:
 
 
 def merged_told(
-    spec: ModelSpec, parts: Iterable[Mapping[Place, torch.Tensor]], num_tokens: int, *, scales_turned: bool = False
-) -> dict[Place, torch.Tensor]:
+    spec: ModelSpec, parts: Iterable[Mapping[PassPlace, torch.Tensor]], num_tokens: int, *, scales_turned: bool = False
+) -> dict[PassPlace, torch.Tensor]:
     """Put together what ranks told. scales_turned: turned queries and keys have YaRN's factor, as in engines."""
     values = merged(parts, num_heads=spec.dims.num_heads, num_kv_heads=spec.dims.num_kv_heads, num_tokens=num_tokens)
     if not (scales_turned and isinstance(spec.rope_scaling, PlainYarnRope)):
         return values
     for place, value in values.items():
         is_local = place.layer is not None and spec.attention_of(place.layer).local_rope
-        if place.stage in (Stage.QUERY_TURNED, Stage.KEY_TURNED) and not is_local:
+        if place.stage in (Probe.QUERY_TURNED, Probe.KEY_TURNED) and not is_local:
             values[place] = value / spec.rope_scaling.score_factor**0.5
     return values
 
 
-def _embed(rules: Rules, _: int | None) -> Operation | None:
-    weight = rules.weights.one(Stage.EMBEDDING)
+def _embed(rules: LayerRules, _: int | None) -> LayerOperation | None:
+    weight = rules.weights.one(Probe.EMBEDDING)
     ids = torch.from_numpy(rules.told.token_ids).long()
     return None if weight is None else Embed(ids=ids, weight=weight, factor=rules.spec.multipliers.embedding)
 
 
-def _attention_input(rules: Rules, layer: int) -> Operation | None:
+def _attention_input(rules: LayerRules, layer: int) -> LayerOperation | None:
     x = rules.stream(layer)
-    return None if x is None else rules.norm(Stage.ATTENTION_INPUT, x, layer)
+    return None if x is None else rules.norm(Probe.ATTENTION_INPUT, x, layer)
 
 
-def _projected(stage: Stage) -> Callable[[Rules, int], Operation | None]:
-    def make(rules: Rules, layer: int) -> Operation | None:
+def _projected(stage: Probe) -> Callable[[LayerRules, int], LayerOperation | None]:
+    def make(rules: LayerRules, layer: int) -> LayerOperation | None:
         dims, (name, part) = rules.spec.dims, _PARAMETERS[stage]
         biases = rules.weights.parts(name.replace("weight", "bias"), layer)
-        x, weight = rules.value(Stage.ATTENTION_INPUT, layer), rules.weights.one(stage, layer)
+        x, weight = rules.value(Probe.ATTENTION_INPUT, layer), rules.weights.one(stage, layer)
         if x is None or weight is None:
             return None
-        if dims.gated and stage is Stage.QUERY:
+        if dims.gated and stage is Probe.QUERY:
             weight = weight.view(-1, 2, dims.head_dim, dims.hidden)[:, 0].flatten(0, 1)
         return Linear(x=x, weight=weight, bias=biases[part] if biases else None, head_dim=dims.head_dim)
 
     return make
 
 
-def _normed(stage: Stage, source: Stage, *, wide: bool = False) -> Callable[[Rules, int | None], Operation | None]:
-    def make(rules: Rules, layer: int | None) -> Operation | None:
+def _normed(
+    stage: Probe, source: Probe, *, wide: bool = False
+) -> Callable[[LayerRules, int | None], LayerOperation | None]:
+    def make(rules: LayerRules, layer: int | None) -> LayerOperation | None:
         x = rules.value(source, layer)
         return None if x is None else rules.norm(stage, x, layer, wide=wide and rules.spec.family.wide_qk_norm)
 
     return make
 
 
-def _turned(source: Stage) -> Callable[[Rules, int], Operation | None]:
-    def make(rules: Rules, layer: int) -> Operation | None:
+def _turned(source: Probe) -> Callable[[LayerRules, int], LayerOperation | None]:
+    def make(rules: LayerRules, layer: int) -> LayerOperation | None:
         x = rules.value(source, layer)
-        return None if x is None else Turn(x=x, frequencies=frequencies(rules.spec, layer))
+        return None if x is None else Rotation(x=x, frequencies=frequencies(rules.spec, layer))
 
     return make
 
 
-def _attend(rules: Rules, layer: int) -> Operation | None:
-    query, key, value = (rules.value(s, layer) for s in (Stage.QUERY_TURNED, Stage.KEY_TURNED, Stage.VALUE))
+def _attend(rules: LayerRules, layer: int) -> LayerOperation | None:
+    query, key, value = (rules.value(s, layer) for s in (Probe.QUERY_TURNED, Probe.KEY_TURNED, Probe.VALUE))
     if query is None or key is None or value is None:
         return None
     options, spec = rules.spec.attention_of(layer), rules.spec
@@ -189,17 +202,17 @@ def _attend(rules: Rules, layer: int) -> Operation | None:
         scale=scale or spec.dims.head_dim**-0.5,
         window=options.window,
         cap=options.score_cap,
-        sinks=rules.weights.one(Stage.ATTENDED, layer) if options.sinks else None,
+        sinks=rules.weights.one(Probe.ATTENDED, layer) if options.sinks else None,
     )
 
 
-def _attention_output(rules: Rules, layer: int) -> Operation | None:
-    dims, name = rules.spec.dims, _PARAMETERS[Stage.ATTENTION_OUTPUT][0]
-    weight, x = rules.weights.one(Stage.ATTENTION_OUTPUT, layer), rules.value(Stage.ATTENDED, layer)
+def _attention_output(rules: LayerRules, layer: int) -> LayerOperation | None:
+    dims, name = rules.spec.dims, _PARAMETERS[Probe.ATTENTION_OUTPUT][0]
+    weight, x = rules.weights.one(Probe.ATTENTION_OUTPUT, layer), rules.value(Probe.ATTENDED, layer)
     if weight is None or x is None:
         return None
     if dims.gated:
-        both, before = rules.weights.one(Stage.QUERY, layer), rules.value(Stage.ATTENTION_INPUT, layer)
+        both, before = rules.weights.one(Probe.QUERY, layer), rules.value(Probe.ATTENTION_INPUT, layer)
         assert both is not None
         assert before is not None
         gate = both.view(-1, 2, dims.head_dim, dims.hidden)[:, 1].flatten(0, 1)
@@ -208,23 +221,23 @@ def _attention_output(rules: Rules, layer: int) -> Operation | None:
     return Linear(x=x, weight=weight, bias=bias)
 
 
-def _gate_up(rules: Rules, layer: int) -> Operation | None:
-    parts, x = rules.weights.parts(_UP, layer), rules.value(Stage.MLP_INPUT, layer)
+def _gate_up(rules: LayerRules, layer: int) -> LayerOperation | None:
+    parts, x = rules.weights.parts(_UP, layer), rules.value(Probe.MLP_INPUT, layer)
     activation = rules.spec.family.activation
     if x is None or len(parts) != 2 or activation not in ACTIVATIONS:
         return None
     return GateUp(x=x, gate=parts[0], up=parts[1], activation=activation)
 
 
-def _mlp_output(rules: Rules, layer: int) -> Operation | None:
-    weight, x = rules.weights.one(Stage.MLP_OUTPUT, layer), rules.value(Stage.MLP_HIDDEN, layer)
+def _mlp_output(rules: LayerRules, layer: int) -> LayerOperation | None:
+    weight, x = rules.weights.one(Probe.MLP_OUTPUT, layer), rules.value(Probe.MLP_HIDDEN, layer)
     return None if weight is None or x is None else Linear(x=x, weight=weight, bias=None)
 
 
-def _added(stage: Stage, source: Stage) -> Callable[[Rules, int], Operation | None]:
-    def make(rules: Rules, layer: int) -> Operation | None:
+def _added(stage: Probe, source: Probe) -> Callable[[LayerRules, int], LayerOperation | None]:
+    def make(rules: LayerRules, layer: int) -> LayerOperation | None:
         x = rules.value(source, layer)
-        residual = rules.stream(layer) if stage is Stage.STREAM else rules.value(Stage.STREAM, layer)
+        residual = rules.stream(layer) if stage is Probe.STREAM else rules.value(Probe.STREAM, layer)
         if x is None or residual is None:
             return None
         norm = rules.norm(stage, x, layer)
@@ -233,16 +246,16 @@ def _added(stage: Stage, source: Stage) -> Callable[[Rules, int], Operation | No
     return make
 
 
-def _final_norm(rules: Rules, _: int | None) -> Operation | None:
+def _final_norm(rules: LayerRules, _: int | None) -> LayerOperation | None:
     x = rules.stream(rules.spec.dims.num_layers)
-    return None if x is None else rules.norm(Stage.FINAL_NORM, x)
+    return None if x is None else rules.norm(Probe.FINAL_NORM, x)
 
 
-def _head(rules: Rules, _: int | None) -> Operation | None:
-    weight, hidden = rules.weights.one(Stage.LOGPROBS), rules.value(Stage.FINAL_NORM)
+def _head(rules: LayerRules, _: int | None) -> LayerOperation | None:
+    weight, hidden = rules.weights.one(Probe.LOGPROBS), rules.value(Probe.FINAL_NORM)
     if weight is None or hidden is None:
         return None
-    return Head(
+    return LogitsHead(
         hidden=hidden[:-1],
         ids=torch.from_numpy(rules.told.token_ids[1:]).long(),
         weight=weight,
@@ -252,32 +265,32 @@ def _head(rules: Rules, _: int | None) -> Operation | None:
     )
 
 
-def _sampled(rules: Rules, _: int | None) -> Operation | None:
-    head, sampled = _head(rules, None), rules.told.values.get(Place(Stage.SAMPLED))
-    if sampled is None or not isinstance(head, Head):
+def _sampled(rules: LayerRules, _: int | None) -> LayerOperation | None:
+    head, sampled = _head(rules, None), rules.told.values.get(PassPlace(Probe.SAMPLED))
+    if sampled is None or not isinstance(head, LogitsHead):
         return None
     n = len(sampled)
     return replace(head, hidden=head.hidden[-n:], ids=head.ids[-n:], temperature=rules.told.sampled_at)
 
 
-_OPERATIONS: dict[Stage, Callable[..., Operation | None]] = {
-    Stage.EMBEDDING: _embed,
-    Stage.ATTENTION_INPUT: _attention_input,
-    Stage.QUERY: _projected(Stage.QUERY),
-    Stage.KEY: _projected(Stage.KEY),
-    Stage.VALUE: _projected(Stage.VALUE),
-    Stage.QUERY_NORMED: _normed(Stage.QUERY_NORMED, Stage.QUERY, wide=True),
-    Stage.KEY_NORMED: _normed(Stage.KEY_NORMED, Stage.KEY, wide=True),
-    Stage.QUERY_TURNED: _turned(Stage.QUERY_NORMED),
-    Stage.KEY_TURNED: _turned(Stage.KEY_NORMED),
-    Stage.ATTENDED: _attend,
-    Stage.ATTENTION_OUTPUT: _attention_output,
-    Stage.STREAM: _added(Stage.STREAM, Stage.ATTENTION_OUTPUT),
-    Stage.MLP_INPUT: _normed(Stage.MLP_INPUT, Stage.STREAM),
-    Stage.MLP_HIDDEN: _gate_up,
-    Stage.MLP_OUTPUT: _mlp_output,
-    Stage.OUTPUT: _added(Stage.OUTPUT, Stage.MLP_OUTPUT),
-    Stage.FINAL_NORM: _final_norm,
-    Stage.LOGPROBS: _head,
-    Stage.SAMPLED: _sampled,
+_OPERATIONS: dict[Probe, Callable[..., LayerOperation | None]] = {
+    Probe.EMBEDDING: _embed,
+    Probe.ATTENTION_INPUT: _attention_input,
+    Probe.QUERY: _projected(Probe.QUERY),
+    Probe.KEY: _projected(Probe.KEY),
+    Probe.VALUE: _projected(Probe.VALUE),
+    Probe.QUERY_NORMED: _normed(Probe.QUERY_NORMED, Probe.QUERY, wide=True),
+    Probe.KEY_NORMED: _normed(Probe.KEY_NORMED, Probe.KEY, wide=True),
+    Probe.QUERY_TURNED: _turned(Probe.QUERY_NORMED),
+    Probe.KEY_TURNED: _turned(Probe.KEY_NORMED),
+    Probe.ATTENDED: _attend,
+    Probe.ATTENTION_OUTPUT: _attention_output,
+    Probe.STREAM: _added(Probe.STREAM, Probe.ATTENTION_OUTPUT),
+    Probe.MLP_INPUT: _normed(Probe.MLP_INPUT, Probe.STREAM),
+    Probe.MLP_HIDDEN: _gate_up,
+    Probe.MLP_OUTPUT: _mlp_output,
+    Probe.OUTPUT: _added(Probe.OUTPUT, Probe.MLP_OUTPUT),
+    Probe.FINAL_NORM: _final_norm,
+    Probe.LOGPROBS: _head,
+    Probe.SAMPLED: _sampled,
 }

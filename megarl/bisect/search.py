@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.bisect.causes import find_cause
-from megarl.bisect.departure import Cause, Departure, distance
-from megarl.bisect.rules import Rules, Weights
-from megarl.types.passes import Place, Told, places
+from megarl.bisect.departure import Departure, Explanation, distance
+from megarl.bisect.rules import LayerRules, Weights
+from megarl.types.passes import PassPlace, Told, places
 
 # How far a tensor may be from what follows from those before it, as a share of its largest element.
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float8": 0.15}
@@ -16,13 +16,13 @@ ENGINE, TRAINER = "engine", "trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Discrepancy:
     """The first difference. side: who departs from the model's files; None if that is not known."""
 
-    place: Place
+    place: PassPlace
     size: float
     side: str | None
-    cause: Cause | None = None
+    cause: Explanation | None = None
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -44,26 +44,26 @@ def search(
     *,
     dtypes: Mapping[str, str],
     older: Sequence[Weights] = (),
-) -> Finding | None:
+) -> Discrepancy | None:
     """Return the first difference, or None. told, dtypes: by side. older: earlier versions of the weights."""
     bounds = {side: BOUNDS[dtypes[side]] for side in told}
     for place in places(weights.spec.dims.num_layers):
         for side in (each for each in (TRAINER, ENGINE) if place in told[each].values):
-            rules = Rules(weights=weights, told=told[side])
+            rules = LayerRules(weights=weights, told=told[side])
             if (operation := rules.operation(place)) is None:
                 continue
             value = told[side].values[place]
             if (size := distance(operation.compute(), value)) <= bounds[side]:
                 continue
-            earlier = [Rules(weights=each, told=told[side]) for each in older]
+            earlier = [LayerRules(weights=each, told=told[side]) for each in older]
             departure = Departure(
                 place=place, operation=operation, told=value, rules=rules, older=earlier, bound=bounds[side]
             )
-            return Finding(place=place, size=size, side=side, cause=find_cause(departure))
+            return Discrepancy(place=place, size=size, side=side, cause=find_cause(departure))
         engine, trainer = (told[side].values.get(place) for side in (ENGINE, TRAINER))
         same_terms = told[ENGINE].temperature == told[TRAINER].temperature
         if engine is not None and trainer is not None and same_terms:
             size = distance(trainer, engine)
             if size > _BETWEEN * max(bounds.values()):
-                return Finding(place=place, size=size, side=None)
+                return Discrepancy(place=place, size=size, side=None)
     return None

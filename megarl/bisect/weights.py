@@ -6,20 +6,20 @@ from dataclasses import replace
 import torch
 
 from megarl.bisect.departure import Departure
-from megarl.bisect.operations import Embed, Head, Linear, Norm, Operation
-from megarl.types.passes import Stage
+from megarl.bisect.operations import Embed, LayerOperation, Linear, LogitsHead, Norm
+from megarl.types.passes import Probe
 
 STALE, MISPLACED, MISSING = "stale weight", "misplaced weight", "missing weight"
 # How many equal parts of a tensor ranks may have.
 _PARTS = (2, 4, 8)
-_TOGETHER = (Stage.QUERY, Stage.KEY, Stage.VALUE)
+_TOGETHER = (Probe.QUERY, Probe.KEY, Probe.VALUE)
 
 
 def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the weight of a departure's operation, in words; nothing if it has none."""
     tensor = departure.rules.weights.name(departure.place)
     others = list(_others(departure))
-    if isinstance(departure.operation, Head):
+    if isinstance(departure.operation, LogitsHead):
         yield from _of_head(departure, tensor, others)
         return
     told, expected = departure.told.flatten(1), departure.operation.compute().flatten(1)
@@ -51,7 +51,7 @@ def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
         yield from _one_element(departure, tensor, int(wrong[0]), (told - expected)[:, int(wrong[0])])
 
 
-def _others(departure: Departure) -> Iterator[tuple[str, str, Operation]]:
+def _others(departure: Departure) -> Iterator[tuple[str, str, LayerOperation]]:
     """Yield the operation with weights of an earlier version, and with those of each other layer."""
     layer, rules, place = departure.place.layer, departure.rules, departure.place
     numbers = [i for i in range(rules.spec.dims.num_layers) if layer not in (None, i)]
@@ -94,7 +94,7 @@ def _moved(
 
 
 def _of_columns(
-    departure: Departure, tensor: str, operation: Linear, others: list[tuple[str, str, Operation]]
+    departure: Departure, tensor: str, operation: Linear, others: list[tuple[str, str, LayerOperation]]
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with columns of a weight, of which ranks have equal parts."""
     weight = operation.weight.float()
@@ -145,9 +145,11 @@ def _one_element(departure: Departure, tensor: str, row: int, rest: torch.Tensor
         yield "one element", words
 
 
-def _of_head(departure: Departure, tensor: str, others: list[tuple[str, str, Operation]]) -> Iterator[tuple[str, str]]:
+def _of_head(
+    departure: Departure, tensor: str, others: list[tuple[str, str, LayerOperation]]
+) -> Iterator[tuple[str, str]]:
     operation = departure.operation
-    assert isinstance(operation, Head)
+    assert isinstance(operation, LogitsHead)
     for name, words, other in others:
         if departure.explained_by(other.compute()):
             yield name, f"{tensor}: {words}"

@@ -32,7 +32,7 @@ from megarl.types.messages import (
 if TYPE_CHECKING:
     import torch
 
-    from megarl.types.passes import Place
+    from megarl.types.passes import PassPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +93,10 @@ class RoleWorkers:
                 merged.setdefault(name, {}).update(arrays)
         return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
 
-    def tell(self, row: Row, temperature: float) -> "dict[Place, torch.Tensor]":
+    def tell(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
         """Return the tensors of the actor's pass over a row; the layout has one replica. See `megarl bisect`."""
         calls = [p.call(RankWorker.tell, row, temperature) for p in self._group(Role.ACTOR).processes]
-        told: dict[Place, torch.Tensor] = {}
+        told: dict[PassPlace, torch.Tensor] = {}
         for part in self._wait(calls, doing="recording a pass"):
             told |= part
         return told

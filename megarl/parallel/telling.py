@@ -13,39 +13,39 @@ from megarl.parallel.model import PackedModel
 from megarl.parallel.passes import forward_rows, unwrapped
 from megarl.parallel.roles import LoadedRole
 from megarl.types import Row
-from megarl.types.passes import Place, Stage, Teller, merged
+from megarl.types.passes import PassPlace, PassRecorder, Probe, merged
 
 
-def tell_row(loaded: LoadedRole, row: Row, temperature: float) -> dict[Place, torch.Tensor]:
+def tell_row(loaded: LoadedRole, row: Row, temperature: float) -> dict[PassPlace, torch.Tensor]:
     """Compute a row's log-probs, and return the tensors of the pass; a stage's first rank has them all."""
-    teller, chunks = Teller(), [unwrapped(chunk) for chunk in loaded.chunks]
+    teller, chunks = PassRecorder(), [unwrapped(chunk) for chunk in loaded.chunks]
     head = loaded.head_request(temperature=temperature)
     with telling(chunks, teller):
         result = forward_rows(loaded.chunks, [row], [[0]], head, role=loaded.spec.role, step=0)
     values = gathered(teller, chunks[0], row.num_tokens)
     for logprobs in result.quantities.get("logprobs", {}).values():
-        values[Place(Stage.LOGPROBS)] = torch.from_numpy(logprobs)
+        values[PassPlace(Probe.LOGPROBS)] = torch.from_numpy(logprobs)
     return values if chunks[0].layout.tp_group.rank() == 0 else {}
 
 
 @contextlib.contextmanager
-def telling(chunks: Sequence[PackedModel], teller: Teller) -> Iterator[None]:
+def telling(chunks: Sequence[PackedModel], teller: PassRecorder) -> Iterator[None]:
     """Record what the chunks of a rank compute while this context lasts."""
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
             if chunk.pre_process:
-                stack.enter_context(_after(chunk.embedding, teller, Stage.EMBEDDING, None))
+                stack.enter_context(_after(chunk.embedding, teller, Probe.EMBEDDING, None))
             for layer in chunk.decoder.layers:
                 _tell_layer(stack, layer, teller, chunk)
             if (norm := chunk.decoder.final_layernorm) is not None:
-                stack.enter_context(_after(norm, teller, Stage.FINAL_NORM, None))
+                stack.enter_context(_after(norm, teller, Probe.FINAL_NORM, None))
         yield
 
 
-def gathered(teller: Teller, chunk: PackedModel, num_tokens: int) -> dict[Place, torch.Tensor]:
+def gathered(teller: PassRecorder, chunk: PackedModel, num_tokens: int) -> dict[PassPlace, torch.Tensor]:
     """Return what the tensor-parallel ranks of a stage told, put together; each may have some of the tokens."""
     group, values = chunk.layout.tp_group, teller.values()
-    parts: list[dict[Place, torch.Tensor]] = [{} for _ in range(group.size())]
+    parts: list[dict[PassPlace, torch.Tensor]] = [{} for _ in range(group.size())]
     dist.all_gather_object(parts, values, group=group)
     if chunk.config.sequence_parallel:
         own = [place for place in values if place.stage in _SPLIT]
@@ -56,15 +56,22 @@ def gathered(teller: Teller, chunk: PackedModel, num_tokens: int) -> dict[Place,
 
 # Under sequence parallelism, ranks have some of the tokens of these.
 _SPLIT = (
-    *(Stage.EMBEDDING, Stage.ATTENTION_INPUT, Stage.ATTENTION_OUTPUT, Stage.STREAM, Stage.MLP_INPUT, Stage.MLP_OUTPUT),
-    *(Stage.OUTPUT, Stage.FINAL_NORM),
+    *(
+        Probe.EMBEDDING,
+        Probe.ATTENTION_INPUT,
+        Probe.ATTENTION_OUTPUT,
+        Probe.STREAM,
+        Probe.MLP_INPUT,
+        Probe.MLP_OUTPUT,
+    ),
+    *(Probe.OUTPUT, Probe.FINAL_NORM),
 )
 
 
-def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Teller, chunk: PackedModel) -> None:
+def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: PassRecorder, chunk: PackedModel) -> None:
     number, head_dim, attention = layer.layer_number - 1, chunk.spec.dims.head_dim, layer.self_attention
 
-    def before(module: torch.nn.Module, stage: Stage, size: int | None = None, argument: int = 0) -> None:
+    def before(module: torch.nn.Module, stage: Probe, size: int | None = None, argument: int = 0) -> None:
         def tell(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
             teller.tell(stage, number, arguments[argument].squeeze(1), size)
 
@@ -72,25 +79,25 @@ def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Te
 
     # Transformer Engine's layers may have the norm inside of what follows it.
     if not isinstance(layer.input_layernorm, IdentityOp) or not chunk.spec.family.norms_before:
-        before(attention, Stage.ATTENTION_INPUT)
+        before(attention, Probe.ATTENTION_INPUT)
     if not isinstance(layer.pre_mlp_layernorm, IdentityOp) or not chunk.spec.family.norms_before:
-        before(layer.mlp, Stage.MLP_INPUT)
-    before(layer.pre_mlp_layernorm, Stage.STREAM)
-    stack.enter_context(_after(attention, teller, Stage.ATTENTION_OUTPUT, number))
-    stack.enter_context(_after(layer.mlp, teller, Stage.MLP_OUTPUT, number))
-    stack.enter_context(_after(layer, teller, Stage.OUTPUT, number, adds=False))
+        before(layer.mlp, Probe.MLP_INPUT)
+    before(layer.pre_mlp_layernorm, Probe.STREAM)
+    stack.enter_context(_after(attention, teller, Probe.ATTENTION_OUTPUT, number))
+    stack.enter_context(_after(layer.mlp, teller, Probe.MLP_OUTPUT, number))
+    stack.enter_context(_after(layer, teller, Probe.OUTPUT, number, adds=False))
     if (down := getattr(layer.mlp, "linear_fc2", None)) is not None:
-        before(down, Stage.MLP_HIDDEN)
+        before(down, Probe.MLP_HIDDEN)
     if not isinstance(attention, SelfAttention):
         return
-    stages = [Stage.QUERY, Stage.KEY, Stage.VALUE]
+    stages = [Probe.QUERY, Probe.KEY, Probe.VALUE]
     for i, norm in enumerate((attention.q_layernorm, attention.k_layernorm)):
         if isinstance(norm, torch.nn.Module) and not isinstance(norm, IdentityOp):
             before(norm, stages[i], head_dim)
-            stages[i] = (Stage.QUERY_NORMED, Stage.KEY_NORMED)[i]
-    for i, stage in enumerate((Stage.QUERY_TURNED, Stage.KEY_TURNED)):
+            stages[i] = (Probe.QUERY_NORMED, Probe.KEY_NORMED)[i]
+    for i, stage in enumerate((Probe.QUERY_TURNED, Probe.KEY_TURNED)):
         before(attention.core_attention, stage, head_dim, i)
-    stack.enter_context(_after(attention.core_attention, teller, Stage.ATTENDED, number, size=head_dim))
+    stack.enter_context(_after(attention.core_attention, teller, Probe.ATTENDED, number, size=head_dim))
     compute = attention.get_query_key_value_tensors
 
     def computed(*arguments: object, **named: object) -> object:
@@ -105,8 +112,8 @@ def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Te
 
 def _after(
     module: torch.nn.Module,
-    teller: Teller,
-    stage: Stage,
+    teller: PassRecorder,
+    stage: Probe,
     layer: int | None,
     *,
     size: int | None = None,

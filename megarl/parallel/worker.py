@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
     from megarl.parallel.teacher import TeacherBeside
     from megarl.sync.transport.transports import ProcessPlan
-    from megarl.types.passes import Place
+    from megarl.types.passes import PassPlace
     from megarl.weights.boxes import Boxes
 
 
@@ -141,7 +141,7 @@ class RankWorker:
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
 
-    def tell(self, row: Row, temperature: float) -> "dict[Place, torch.Tensor]":
+    def tell(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
         """Return the tensors of the actor's pass over a row; see `tell_row`."""
         from megarl.parallel.telling import tell_row
 

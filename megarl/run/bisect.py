@@ -14,7 +14,7 @@ from megarl.host.streams import print_lines
 
 if TYPE_CHECKING:
     from megarl.bisect.rules import Weights
-    from megarl.bisect.search import Finding
+    from megarl.bisect.search import Discrepancy
     from megarl.cluster.cluster import Cluster
     from megarl.config.schema import Config
     from megarl.record.checkpoints import Checkpoint
@@ -99,7 +99,7 @@ def _recorded_ids(paths: "RunPaths", model: str) -> list[int]:
     return ids[: _TOKENS - _SAMPLED]
 
 
-def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) -> "Finding | None":
+def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) -> "Discrepancy | None":
     """Start both sides, send the weights, let each compute a row, and search the first difference."""
     from megarl.bisect.rules import Weights
     from megarl.cluster.cluster import Cluster
@@ -136,7 +136,7 @@ def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) ->
 
 def _compared(
     cluster: "Cluster", config: "Config", weights: "Weights", older: list["Weights"], ids: list[int]
-) -> "Finding | None":
+) -> "Discrepancy | None":
     import numpy as np
     import torch
 
@@ -147,7 +147,7 @@ def _compared(
     from megarl.rollout.engine import GenerationRequest, VllmEngine
     from megarl.rollout.telling import tell_pass
     from megarl.types import Row
-    from megarl.types.passes import Place, Stage, Told
+    from megarl.types.passes import PassPlace, Probe, Told
 
     vocab, temperature, timeout_s = weights.spec.dims.vocab, config.rollout.temperature, config.rollout.timeout_s
     prompt = ids or np.random.default_rng(0).integers(0, vocab, _TOKENS - _SAMPLED).tolist()
@@ -160,7 +160,7 @@ def _compared(
     calls = [engine.call(VllmEngine.generate, [request]) for _ in range(2)]
     completion = wait_all(calls, timeout_s=timeout_s, doing="sampling")[1][0]
     token_ids = np.concatenate([np.asarray(prompt), completion.token_ids])
-    sampled = {Place(Stage.SAMPLED): torch.from_numpy(completion.logprobs)}
+    sampled = {PassPlace(Probe.SAMPLED): torch.from_numpy(completion.logprobs)}
     row = Row(
         uid="bisect",
         sample_index=0,

@@ -9,7 +9,7 @@ import torch
 from megarl.types.arrays import IdArray
 
 
-class Stage(StrEnum):
+class Probe(StrEnum):
     """A tensor of a forward pass, in words."""
 
     EMBEDDING = "embedding"
@@ -33,76 +33,81 @@ class Stage(StrEnum):
     SAMPLED = "log-probs of sampled tokens"
 
 
-_ENDS = (Stage.FINAL_NORM, Stage.LOGPROBS, Stage.SAMPLED)
-_OF_HEADS = (*(Stage.QUERY, Stage.KEY, Stage.VALUE), *(Stage.QUERY_NORMED, Stage.KEY_NORMED))
-_OF_LAYERS = tuple(stage for stage in Stage if stage not in (Stage.EMBEDDING, *_ENDS))
+_ENDS = (Probe.FINAL_NORM, Probe.LOGPROBS, Probe.SAMPLED)
+_OF_HEADS = (*(Probe.QUERY, Probe.KEY, Probe.VALUE), *(Probe.QUERY_NORMED, Probe.KEY_NORMED))
+_OF_LAYERS = tuple(stage for stage in Probe if stage not in (Probe.EMBEDDING, *_ENDS))
 # [tokens, heads, head size]; tensor-parallel ranks have some of the heads, or columns of the latter.
-OF_HEADS = (*_OF_HEADS, Stage.QUERY_TURNED, Stage.KEY_TURNED, Stage.ATTENDED)
-OF_COLUMNS = (Stage.MLP_HIDDEN,)
+OF_HEADS = (*_OF_HEADS, Probe.QUERY_TURNED, Probe.KEY_TURNED, Probe.ATTENDED)
+OF_COLUMNS = (Probe.MLP_HIDDEN,)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PassPlace:
     """A tensor of a pass: its stage, and its layer if it is part of one."""
 
-    stage: Stage
+    stage: Probe
     layer: int | None = None
 
     def __str__(self) -> str:
         return str(self.stage) if self.layer is None else f"layer {self.layer}, {self.stage}"
 
 
-def places(num_layers: int) -> Iterator[Place]:
+def places(num_layers: int) -> Iterator[PassPlace]:
     """Yield all places of a model in the order of computation."""
-    yield Place(Stage.EMBEDDING)
-    yield from (Place(stage, layer) for layer in range(num_layers) for stage in _OF_LAYERS)
-    yield from map(Place, _ENDS)
+    yield PassPlace(Probe.EMBEDDING)
+    yield from (PassPlace(stage, layer) for layer in range(num_layers) for stage in _OF_LAYERS)
+    yield from map(PassPlace, _ENDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What one side computed for a row [T]: float32 tensors by place, each with T first.
+    """The tensors that one side computed for a row [T]: in float32, by place, each with T first.
 
     temperature: that of its log-probs [T − 1]. sampled: the engine's log-probs of the last tokens when it sampled them,
     at `sampled_at`.
     """
 
     token_ids: IdArray
-    values: Mapping[Place, torch.Tensor]
+    values: Mapping[PassPlace, torch.Tensor]
     temperature: float = 1.0
     sampled_at: float = 1.0
 
 
 @dataclass(slots=True)
-class Teller:
+class PassRecorder:
     """A recorder of what hooks see in one process, chunk by chunk of the tokens."""
 
-    parts: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
+    parts: dict[PassPlace, list[torch.Tensor]] = field(default_factory=dict)
 
-    def tell(self, stage: Stage, layer: int | None, value: torch.Tensor, head_dim: int | None = None) -> None:
+    def tell(self, stage: Probe, layer: int | None, value: torch.Tensor, head_dim: int | None = None) -> None:
         """Keep a copy of a value [T, …] before anything overwrites it."""
         copy = value.detach().to("cpu", torch.float32, copy=True)
         copy = copy.reshape(len(copy), *((-1, head_dim) if head_dim else copy.shape[1:]))
-        self.parts.setdefault(Place(stage, layer), []).append(copy)
+        self.parts.setdefault(PassPlace(stage, layer), []).append(copy)
 
-    def values(self) -> dict[Place, torch.Tensor]:
+    def values(self) -> dict[PassPlace, torch.Tensor]:
         return {place: torch.cat(parts) for place, parts in self.parts.items()}
 
 
 def merged(
-    parts: Iterable[Mapping[Place, torch.Tensor]], *, num_heads: int, num_kv_heads: int, num_tokens: int
-) -> dict[Place, torch.Tensor]:
+    parts: Iterable[Mapping[PassPlace, torch.Tensor]], *, num_heads: int, num_kv_heads: int, num_tokens: int
+) -> dict[PassPlace, torch.Tensor]:
     """Put together what the ranks of a pass told, in their order; each has some of the heads, or of the layers."""
-    found: dict[Place, list[torch.Tensor]] = {}
+    found: dict[PassPlace, list[torch.Tensor]] = {}
     for part in parts:
         for place, value in part.items():
             found.setdefault(place, []).append(value[:num_tokens])
-    values: dict[Place, torch.Tensor] = {}
+    values: dict[PassPlace, torch.Tensor] = {}
     for place, several in found.items():
         values[place] = several[0]
         if place.stage in OF_HEADS:
             heads = torch.cat(several, 1)
-            is_query = place.stage in (Stage.QUERY, Stage.QUERY_NORMED, Stage.QUERY_TURNED, Stage.ATTENDED)
+            is_query = place.stage in (
+                Probe.QUERY,
+                Probe.QUERY_NORMED,
+                Probe.QUERY_TURNED,
+                Probe.ATTENDED,
+            )
             # Where ranks repeat heads, the first copy of each counts.
             values[place] = heads[:, :: heads.shape[1] // (num_heads if is_query else num_kv_heads)]
         elif place.stage in OF_COLUMNS:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.bisect.rules import Weights, merged_told
-from megarl.bisect.search import ENGINE, TRAINER, Finding, search
+from megarl.bisect.search import ENGINE, TRAINER, Discrepancy, search
 from megarl.config.schema import LayoutConfig
 from megarl.types.passes import Told
 from megarl.weights.families import read_model_spec
@@ -44,7 +44,7 @@ def told_by_ranks(pool: RankPool, path: Path, tp: int) -> Told:
     return Told(token_ids=ROW.token_ids, values=merged_told(read_model_spec(path), parts, ROW.num_tokens))
 
 
-def find(pool: RankPool, models: Callable[..., Path], drawn: Drawn, target: Path) -> Finding | None:
+def find(pool: RankPool, models: Callable[..., Path], drawn: Drawn, target: Path) -> Discrepancy | None:
     model, older, fault = models(drawn.family), models(drawn.family, older=True), FAULTS[drawn.kind]
     faulty = faulty_copy(model, older, fault, drawn.place, target)
     sides = {side: faulty if side == drawn.side else model for side in (ENGINE, TRAINER)}
@@ -60,7 +60,7 @@ def _call(change: Callable[..., None], drawn: Drawn, hf: object) -> None:
     change(hf, drawn.place)
 
 
-def is_right(drawn: Drawn, finding: Finding | None) -> bool:
+def is_right(drawn: Drawn, finding: Discrepancy | None) -> bool:
     return (
         finding is not None
         and finding.cause is not None

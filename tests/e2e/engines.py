@@ -18,7 +18,7 @@ from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.stepping import EngineWork
 from megarl.rollout.telling import tell_pass
 from megarl.types import FloatArray
-from megarl.types.passes import Place
+from megarl.types.passes import PassPlace
 from megarl.weights.safetensors_map import map_model
 from tests.helpers.rank_pool import RankContext
 
@@ -82,7 +82,7 @@ def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> Non
         engine.receive_over_bridge(0, version=version, with_checksums=False, scales={})
 
 
-def told(_: RankContext, spec: EngineSpec, token_ids: Sequence[int]) -> list[dict[Place, torch.Tensor]]:
+def told(_: RankContext, spec: EngineSpec, token_ids: Sequence[int]) -> list[dict[PassPlace, torch.Tensor]]:
     """What a new engine tells of a sequence for `megarl bisect`."""
     with running(spec) as engine:
         return tell_pass(engine, token_ids)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from megarl.bisect.rules import merged_told
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
-from megarl.types.passes import Place, Stage, Teller, Told
+from megarl.types.passes import PassPlace, PassRecorder, Probe, Told
 from megarl.weights.families import ModelSpec, read_model_spec
 from tests.helpers.family_parity import load_transformers
 from tests.helpers.rank_pool import RankContext
@@ -31,7 +31,7 @@ def make_row(num_tokens: int, vocab: int, seed: int = 0) -> Row:
 
 def tell_ranks(
     context: RankContext, path: str, layout: LayoutConfig, row: Row, temperature: float = 1.0
-) -> dict[Place, torch.Tensor]:
+) -> dict[PassPlace, torch.Tensor]:
     """What the trainer's ranks tell; each stage's first rank has its part."""
     worker = load_worker(context, ActorConfig(layout=layout), ModelConfig(path=path, dtype="float32", vocab_multiple=4))
     return worker.tell(row, temperature)
@@ -50,7 +50,7 @@ def tell_transformers(
 
     stale_keys: later tokens see other keys than their own in the place of so many first ones, as in a stale cache.
     """
-    spec, hf, teller = read_model_spec(path), load_transformers(path), Teller()
+    spec, hf, teller = read_model_spec(path), load_transformers(path), PassRecorder()
     if mistaken is not None:
         mistaken(hf)
     base = getattr(hf.model, "language_model", hf.model)
@@ -61,17 +61,17 @@ def tell_transformers(
         for number, layer in enumerate(base.layers):
             _tell_layer(stack, teller, number, layer, spec, current, embedded)
         stack.enter_context(_functions(hf, teller, current, spec, stale_keys))
-        stack.enter_context(base.norm.register_forward_hook(lambda m, a, y: teller.tell(Stage.FINAL_NORM, None, y[0])))
+        stack.enter_context(base.norm.register_forward_hook(lambda m, a, y: teller.tell(Probe.FINAL_NORM, None, y[0])))
         logits = hf(ids).logits[0].float() / temperature
     logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    teller.tell(Stage.LOGPROBS, None, logprobs)
+    teller.tell(Probe.LOGPROBS, None, logprobs)
     values = merged_told(spec, [teller.values()], row.num_tokens, scales_turned=True)
     return Told(token_ids=row.token_ids, values=values)
 
 
 def _tell_layer(
     stack: ExitStack,
-    teller: Teller,
+    teller: PassRecorder,
     number: int,
     layer: Any,
     spec: ModelSpec,
@@ -87,14 +87,14 @@ def _tell_layer(
     def begin(_: object, arguments: Any, named: dict[str, Any]) -> None:
         current[0] = number
         if number == 0:
-            teller.tell(Stage.EMBEDDING, None, first(arguments, named))
+            teller.tell(Probe.EMBEDDING, None, first(arguments, named))
 
-    def before(module: Any, stage: Stage) -> None:
+    def before(module: Any, stage: Probe) -> None:
         stack.enter_context(
             module.register_forward_pre_hook(lambda m, a, k: teller.tell(stage, number, first(a, k)), with_kwargs=True)
         )
 
-    def after(module: Any, stage: Stage, size: int | None = None) -> None:
+    def after(module: Any, stage: Probe, size: int | None = None) -> None:
         def tell(_: object, __: object, made: Any) -> None:
             value = made[0] if isinstance(made, tuple) else made
             teller.tell(stage, number, value.reshape(len(current_ids(value)), -1), size)
@@ -105,40 +105,40 @@ def _tell_layer(
         stack.enter_context(module.register_forward_hook(tell))
 
     stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
-    after(layer, Stage.OUTPUT)
+    after(layer, Probe.OUTPUT)
     mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe
-    before(mlp, Stage.MLP_INPUT)
-    after(mlp, Stage.MLP_OUTPUT)
+    before(mlp, Probe.MLP_INPUT)
+    after(mlp, Probe.MLP_OUTPUT)
     if hasattr(mlp, "down_proj") and isinstance(mlp.down_proj, torch.nn.Linear):
-        before(mlp.down_proj, Stage.MLP_HIDDEN)
+        before(mlp.down_proj, Probe.MLP_HIDDEN)
     if spec.family.norms_before:
         norm = layer.pre_feedforward_layernorm if spec.family.norms_after else layer.post_attention_layernorm
-        before(norm, Stage.STREAM)
+        before(norm, Probe.STREAM)
     attention = getattr(layer, "self_attn", None)
     if attention is None:
         return
-    before(attention, Stage.ATTENTION_INPUT)
-    after(attention, Stage.ATTENTION_OUTPUT)
+    before(attention, Probe.ATTENTION_INPUT)
+    after(attention, Probe.ATTENTION_OUTPUT)
     if dims.latent is not None:
         return
     if hasattr(attention, "qkv_proj"):
         sizes = [n * dims.head_dim for n in (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)]
 
         def split(_: object, __: object, made: torch.Tensor) -> None:
-            for stage, value in zip((Stage.QUERY, Stage.KEY, Stage.VALUE), made[0].split(sizes, -1), strict=True):
+            for stage, value in zip((Probe.QUERY, Probe.KEY, Probe.VALUE), made[0].split(sizes, -1), strict=True):
                 teller.tell(stage, number, value, dims.head_dim)
 
         stack.enter_context(attention.qkv_proj.register_forward_hook(split))
     else:
         if not dims.gated:
-            after(attention.q_proj, Stage.QUERY, dims.head_dim)
-        after(attention.k_proj, Stage.KEY, dims.head_dim)
-        after(attention.v_proj, Stage.VALUE, dims.head_dim)
+            after(attention.q_proj, Probe.QUERY, dims.head_dim)
+        after(attention.k_proj, Probe.KEY, dims.head_dim)
+        after(attention.v_proj, Probe.VALUE, dims.head_dim)
 
 
 @contextmanager
 def _functions(
-    hf: PreTrainedModel, teller: Teller, current: list[int], spec: ModelSpec, stale_keys: int
+    hf: PreTrainedModel, teller: PassRecorder, current: list[int], spec: ModelSpec, stale_keys: int
 ) -> Iterator[None]:
     """Record what the functions get and give by which transformers' models turn heads and attend."""
     module = sys.modules[type(hf).__module__]
@@ -146,18 +146,18 @@ def _functions(
 
     def turning(q: torch.Tensor, k: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if spec.dims.qk_norm or spec.family.wide_qk_norm:
-            for stage, value in ((Stage.QUERY_NORMED, q), (Stage.KEY_NORMED, k)):
+            for stage, value in ((Probe.QUERY_NORMED, q), (Probe.KEY_NORMED, k)):
                 teller.tell(stage, current[0], value[0].transpose(0, 1))
         return turn(q, k, *arguments, **named)
 
     def attending(m: Any, query: torch.Tensor, key: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        for stage, value in ((Stage.QUERY_TURNED, query), (Stage.KEY_TURNED, key)):
+        for stage, value in ((Probe.QUERY_TURNED, query), (Probe.KEY_TURNED, key)):
             teller.tell(stage, current[0], value[0].transpose(0, 1))
         made = attend(m, query, key, *arguments, **named)
         if stale_keys:
             other = torch.cat([key[:, :, :stale_keys].flip(2), key[:, :, stale_keys:]], 2)
             made[0][:, stale_keys:] = attend(m, query, other, *arguments, **named)[0][:, stale_keys:]
-        teller.tell(Stage.ATTENDED, current[0], made[0][0])
+        teller.tell(Probe.ATTENDED, current[0], made[0][0])
         return made
 
     if spec.dims.latent is not None or turn is None:
