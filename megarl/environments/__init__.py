@@ -2,7 +2,7 @@
 
 from megarl.environments import code, games, gym, harness, mcp_tools
 from megarl.environments.agent import AgentEnvironment
-from megarl.environments.base import ENVIRONMENTS, Action, Environment, Question, Reply, open_environments, tools_of
+from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, SideRequest, open_environments, tools_of
 from megarl.environments.replies import check_replies
 from megarl.environments.tools import ToolEnvironment, ToolError
 
@@ -11,8 +11,8 @@ __all__ = [
     "Action",
     "AgentEnvironment",
     "Environment",
-    "Question",
     "Reply",
+    "SideRequest",
     "ToolEnvironment",
     "ToolError",
     "check_replies",

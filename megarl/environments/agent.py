@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.base import ENVIRONMENTS, Action, Environment, Question, Reply, load_object
+from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, SideRequest, load_object
 from megarl.environments.calls import AGENT_THREADS, contained
 from megarl.environments.chat import Chat
 from megarl.environments.endpoint import chat_server
@@ -130,7 +130,7 @@ class AgentEnvironment(Environment):
                 # Nobody asks any more how it ended.
                 self._running.exception()
 
-    async def _next_question(self, running: asyncio.Future[Any]) -> Question | None:
+    async def _next_question(self, running: asyncio.Future[Any]) -> SideRequest | None:
         """Wait for the agent's next requests, and return the first of them; None if the agent ended.
 
         Raises its error if it failed.

@@ -74,7 +74,7 @@ def short(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SideRequest:
     """A context that the policy answers at the same time as its next turn, by a turn of its own.
 
     messages, after_turn, context: as those of a reply. tools, max_turn_tokens, num_tries, trains: as those of an
@@ -114,7 +114,7 @@ class Environment:
     trains: bool = True
     # Contexts that the policy answers at the same time as it writes its next turn; `choose` gets all of these turns, in
     # order. It may change with every reply.
-    beside: Sequence[Question] = ()
+    beside: Sequence[SideRequest] = ()
     # It is there once a worker has the conversation.
     count_tokens: "TokenCounter | None" = None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from megarl.data.thoughts import split_thought
-from megarl.environments.base import Action, Question, TokenCounter
+from megarl.environments.base import Action, SideRequest, TokenCounter
 from megarl.environments.chat_requests import RequestError, Said, in_order_of_calls, read_message, refuse_fields
 from megarl.environments.parsers import Parser, read_calls
 from megarl.host.clock import awake_s
@@ -97,7 +97,7 @@ class Chat:
         self._num_expected, self._patience_s, self._gather_until = 0, GATHER_S, math.inf
         self._is_closed = False
 
-    async def next_questions(self) -> list[Question]:
+    async def next_questions(self) -> list[SideRequest]:
         """Wait for the agent to ask for turns, and return all that it asks for together, in an order of their own.
 
         How soon each arrived makes no difference to it.
@@ -148,9 +148,9 @@ class Chat:
             return (num_known, turns[-1]) if turns else (0, None)
         return 0, None
 
-    def _question(self, asked: _Request) -> Question:
+    def _question(self, asked: _Request) -> SideRequest:
         messages, goes_on = self._messages(asked.said[asked.num_known :]), asked.after_turn is not None
-        return Question(
+        return SideRequest(
             messages=messages if goes_on else (),
             after_turn=asked.after_turn,
             context=() if goes_on else messages,

@@ -13,7 +13,7 @@ from megarl.config.environments import EnvironmentConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
 from megarl.data.turns import InterTurnTokens
-from megarl.environments.base import Action, Environment, Question, Reply, open_environments, short
+from megarl.environments.base import Action, Environment, Reply, SideRequest, open_environments, short
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
 from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.host.clock import awake_s
@@ -164,7 +164,7 @@ class EnvironmentWorker:
         """Return what an environment says of the turns that the policy writes next, as fields of a reply."""
         most, beside, live.asked = self._config.max_turns, list[EpisodeReply](), []
 
-        def fields(said: Environment | Question) -> dict[str, Any]:
+        def fields(said: Environment | SideRequest) -> dict[str, Any]:
             if not 1 <= said.num_tries <= most:
                 raise ValueError(f"num_tries is {said.num_tries}, expected 1 to environment.max_turns={most}")
             live.asked += [live.chat] * said.num_tries

@@ -3,7 +3,6 @@
 import contextlib
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -31,8 +30,8 @@ class ModelHooks:
         self.teller, self._stack, self._spec = PassRecorder(), contextlib.ExitStack(), spec
         # Layers share the module that turns heads.
         self._layer, self._turning = 0, set[torch.nn.Module]()
-        base: Any = next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList))
-        for number, layer in enumerate(base.layers):
+        base = next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList))
+        for number, layer in enumerate(base.get_submodule("layers").children()):
             if any(True for _ in layer.parameters()):
                 self._hook_layer(number, layer)
         if isinstance(base.norm, torch.nn.Module):
@@ -43,7 +42,7 @@ class ModelHooks:
         self._stack.close()
         return self.teller
 
-    def _hook_layer(self, number: int, layer: Any) -> None:
+    def _hook_layer(self, number: int, layer: torch.nn.Module) -> None:
         tell, family, head_dim = self.teller.tell, self._spec.family, self._spec.dims.head_dim
 
         def begin(*seen: object) -> None:
@@ -59,7 +58,7 @@ class ModelHooks:
         if hasattr(mlp, "down_proj"):
             self._before(mlp.down_proj, lambda *seen: tell(Probe.MLP_HIDDEN, number, _first(seen)))
         if family.norms_before:
-            norm = layer.pre_feedforward_layernorm if family.norms_after else layer.post_attention_layernorm
+            norm = layer.get_submodule(f"{'pre_feedforward' if family.norms_after else 'post_attention'}_layernorm")
             self._before(norm, lambda *seen: tell(Probe.STREAM, number, _total(seen)))
         attention = next((getattr(layer, name) for name in ("self_attn", "attn") if hasattr(layer, name)), None)
         if attention is None:
