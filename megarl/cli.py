@@ -7,6 +7,7 @@ import argparse
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -22,6 +23,7 @@ from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
+from megarl.registry import unknown_name
 from megarl.run.bisect import add_bisect
 from megarl.run.check_plugin import add_check_plugin
 from megarl.run.doctor import add_doctor
@@ -87,6 +89,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     shell.set_defaults(run=_completion)
     if "_ARGCOMPLETE" in os.environ:
         _complete(parser, commands)
+    for name in (sys.argv[1:] if argv is None else argv)[:1]:
+        if not name.startswith("-") and name not in commands.choices:
+            parser.error(str(unknown_name("command", name, commands.choices, key="COMMAND")))
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):

@@ -229,14 +229,15 @@ def _used_file(root: Path, group: str, name: str) -> Path:
 
 
 def _require_file(path: Path, where: str) -> None:
-    if os.path.lexists(path):
+    if os.path.lexists(path) and not path.is_dir():
         return
-    above = path.parent.absolute()
+    above = path.absolute() if path.is_dir() else path.parent.absolute()
     if not above.is_dir():
         raise ConfigError(f"{where}no file {path}: the directory {above} does not exist; correct the path")
     there = sorted(p.name for p in above.iterdir() if p.suffix in (".yaml", ".yml"))
     near = _nearest(path.stem, [Path(name).stem for name in there])
-    raise ConfigError(f"{where}no file {path}; {near}{above} has: {', '.join(there) or 'no YAML file'}")
+    got = f"{path} is a directory, expected a file" if path.is_dir() else f"no file {path}"
+    raise ConfigError(f"{where}{got}; {near}{above} has: {', '.join(there) or 'no YAML file'}")
 
 
 def _nearest(name: str, there: Sequence[str]) -> str:

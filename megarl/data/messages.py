@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.data.files import PLAIN, UNREAD_COLUMNS
+from megarl.data.files import PLAIN, REPAIR, UNREAD_COLUMNS
 from megarl.data.written import read_turns, require_text
 from megarl.errors import DataError
 from megarl.types import Message
@@ -49,12 +49,12 @@ def read_messages(
         return (Message(role=text_role, content=value, has_images=has_images),)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__
-        raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
+        raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}; {REPAIR}")
     messages = []
     for i, item in enumerate(value):
         place = f"{where}: {name}[{i}]"
         if not isinstance(item, Mapping):
-            raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
+            raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}; {REPAIR}")
         if unread := [
             key for key in item.keys() & UNREAD_TURN_KEYS.keys() if item[key] and item[key] != PLAIN.get(key)
         ]:

@@ -6,7 +6,7 @@ It calls what `Trainer` calls, under the same requests: a loop that does as `meg
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megarl.config.load import load_config, with_overrides
 from megarl.config.schema import Config
 from megarl.data.answers import response_decoder
 from megarl.errors import ConfigError, RunError
+from megarl.host.streams import print_lines
 from megarl.record.activity import LiveStatus, doing
 from megarl.rollout.source import Group, begin, collect
 from megarl.rollout.vllm_source import VllmSource
@@ -35,7 +36,8 @@ class Session:
 
     config: a run file's path, or a `Config`; overrides: `key=value` each. with_engines: start engines to sample with.
     with_reference: load the frozen reference model, also where the run's algorithm does without. Everything is checked
-    before anything starts. `close`, or the end of a `with` block, ends all processes.
+    before anything starts. `close`, or the end of a `with` block, ends all processes; so does the next session of this
+    process, as where a cell of a notebook is run again.
 
     **Gradients.** `accumulate` adds the gradient of Σ sums / denominators over its rows to what the next `step` takes.
     The denominators are fixed by each call, so that a call's gradient never depends on later ones, and objectives with
@@ -49,6 +51,9 @@ class Session:
     accumulate again. If ranks do not answer any more, the session is lost. A note on the error says which it is.
     """
 
+    # The one that is open: Ray has one cluster in a process.
+    _latest: "ClassVar[Session | None]" = None
+
     def __init__(
         self,
         config: Config | str | Path,
@@ -59,6 +64,10 @@ class Session:
     ) -> None:
         given = with_overrides(config, overrides) if isinstance(config, Config) else None
         given = given or load_config(Path(str(config)), overrides)
+        if Session._latest is not None:
+            print_lines("the session that was open is closed: a process has one at a time")
+            # A cell that failed or was interrupted may have left its processes in the middle of something.
+            Session._latest.__exit__(RunError, RunError("another session is opened"), None)
         # By role, how many calls of `accumulate` have been added up since the last step.
         self.num_accumulated: dict[Role, int] = {}
         self._num_draws, self._version = 0, 0
@@ -72,6 +81,7 @@ class Session:
             if with_engines:
                 self.snapshot()
             self._stack = stack.pop_all()
+            Session._latest = self
 
     # --- sampling
 
@@ -342,8 +352,13 @@ class Session:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        if Session._latest is self:
+            Session._latest = None
+        try:
+            self._stack.__exit__(*error)
+        finally:
+            self._parts.lost = "the session is closed; open another one, and load the last directory that was saved"
 
     def close(self) -> None:
         """End all processes of the session."""
-        self._stack.close()
+        self.__exit__(None, None, None)
