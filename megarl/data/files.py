@@ -220,7 +220,10 @@ class JsonlFile:
                 damage(self._path, "valid JSON", error, remedy=REPAIR, where=f"{self._path} row {index}")
             ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{self._path} row {index}: got {type(row).__name__}, expected a JSON object")
+            raise DataError(
+                f"{self._path} row {index}: got {type(row).__name__}, expected a JSON object; write one in each line, "
+                "as pandas does with to_json(path, orient='records', lines=True)"
+            )
         row = {key: value for key, value in row.items() if self._columns is None or key in self._columns}
         may_have_half = _ESCAPED_HALF.search(line) or _ENCODED_HALF.search(line)
         if may_have_half and (found := find_surrogate(row, "")):

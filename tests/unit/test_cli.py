@@ -155,6 +155,19 @@ def test_sft_is_checked_too(error_of: Callable[..., str], tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian", str(TRAIN_FILE)])
+    assert "COMMAND: unknown command 'trian'; did you mean 'train'? expected one of: " in capsys.readouterr().err
+
+
+def test_a_directory_for_a_run_file(error_of: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "mine" / "run.yaml").parent.mkdir()
+    (tmp_path / "mine" / "run.yaml").touch()
+    said = error_of(file=tmp_path / "mine")
+    assert said == f"error: {tmp_path}/mine is a directory, expected a file; {tmp_path}/mine has: run.yaml"
+
+
 def test_no_run_file(error_of: Callable[..., str], tmp_path: Path) -> None:
     assert "sums-rl.yaml" in error_of(file=TRAIN_FILE.with_name("sums-grpo.yaml"))
 
