@@ -97,6 +97,8 @@ def instead(path: Path, expected: str, remedy: str = COPY_AGAIN) -> str | None:
         for start, kind, better in _KINDS:
             if head.startswith(start) and kind not in expected:
                 return f"{path}: is {kind}, expected {expected}; {better}"
+        if expected == "a Parquet file" and head.isascii() and b"\0" not in head and head[:4] != b"PAR1":
+            return f"{path}: is text, expected {expected}; convert it, or give it its right name"
         if not head.strip(b"\0"):
             return f"{path}: begins with zero bytes, as after an interrupted copy, expected {expected}; {remedy}"
         if any(line.startswith((b"<<<<<<< ", b">>>>>>> ")) for line in head.splitlines()):

@@ -90,7 +90,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"got file type '\.csv', expected one of: \.jsonl, \.parquet"):
         RowFiles([tmp_path / "x.csv"], columns=("a",))
     (tmp_path / "x.parquet").write_text("not parquet at all")
-    with pytest.raises(DataError, match=r"x\.parquet: not a Parquet file"):
+    with pytest.raises(DataError, match=r"x\.parquet: is text, expected a Parquet file; convert it"):
         RowFiles([tmp_path / "x.parquet"], columns=("a",))
 
 
