@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,7 +24,6 @@ from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
 from megarl.record.activity import shown
-from megarl.registry import unknown_name
 from megarl.run.bisect import add_bisect
 from megarl.run.check_plugin import add_check_plugin
 from megarl.run.doctor import add_doctor
@@ -91,7 +91,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _complete(parser, commands)
     for name in (sys.argv[1:] if argv is None else argv)[:1]:
         if not name.startswith("-") and name not in commands.choices:
-            parser.error(str(unknown_name("command", name, commands.choices, key="COMMAND")))
+            close = "".join(f"did you mean {each!r}? " for each in get_close_matches(name, commands.choices, n=1))
+            parser.error(f"unknown command {name!r}; {close}expected one of: {', '.join(sorted(commands.choices))}")
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):

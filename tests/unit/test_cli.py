@@ -158,7 +158,7 @@ def test_sft_is_checked_too(error_of: Callable[..., str], tmp_path: Path) -> Non
 def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["trian", str(TRAIN_FILE)])
-    assert "COMMAND: unknown command 'trian'; did you mean 'train'? expected one of: " in capsys.readouterr().err
+    assert "unknown command 'trian'; did you mean 'train'? expected one of: " in capsys.readouterr().err
 
 
 def test_a_directory_for_a_run_file(error_of: Callable[..., str], tmp_path: Path) -> None:
