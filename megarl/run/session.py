@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from megarl.algos.composed import ComposedAlgorithm
-from megarl.algos.objectives import ALGORITHM, objective_by_name
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ALGORITHM
 from megarl.cluster import offloading
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.load import load_config, with_overrides
@@ -176,7 +174,7 @@ class Session:
 
         Each has an array [R] for the response of each row, 0 outside the loss mask.
         """
-        passes = self._parts.passes[self._role(role)]
+        passes = self._parts.passes[self._parts.role(role)]
         self.inputs.check_rows(rows)
         self._parts.memory.enter(passes.phase)
         with doing(f"running a forward pass of the {role}"):
@@ -188,7 +186,7 @@ class Session:
 
     def denominators(self, rows: Sequence[Row], objective: str | CountedObjective = ALGORITHM) -> Denominators:
         """Return an objective's counts over rows: what makes several calls of `accumulate` equal one on all rows."""
-        return self._objective(objective, Role.ACTOR).denominators(rows)
+        return self.inputs.objective(objective, Role.ACTOR).denominators(rows)
 
     def accumulate(
         self,
@@ -206,7 +204,7 @@ class Session:
         which rows are all chosen ones, then all rejected ones in the same order. For a critic, its own is taken.
         denominators: see the class; None: counts over these rows. weights: a factor of each token's loss, [R] each.
         """
-        chosen, updater = self._objective(objective, self._role(role)), self._updater(role)
+        chosen, updater = self.inputs.objective(objective, self._parts.role(role)), self._updater(role)
         if weights is not None:
             rows = weighted_rows(rows, weights, chosen)
         self.inputs.check_rows(rows)
@@ -272,9 +270,9 @@ class Session:
     def discard(self) -> None:
         """Forget all accumulated gradients."""
         for role in list(self.num_accumulated):
-            del self.num_accumulated[self._role(role)]
+            del self.num_accumulated[self._parts.role(role)]
             self._parts.forget(role)
-        self._role(Role.ACTOR)
+        self._parts.role(Role.ACTOR)
 
     # --- files
 
@@ -283,7 +281,7 @@ class Session:
 
         Accumulated gradients are not part of it: with some, it is refused.
         """
-        self._role(Role.ACTOR)
+        self._parts.role(Role.ACTOR)
         if self.num_accumulated:
             raise RunError("save: accumulated gradients wait for a step, and no file keeps them; call step or discard")
         self._parts.save(Path(path), num_draws=self._num_draws, algo=self.state)
@@ -309,34 +307,14 @@ class Session:
 
     # --- states
 
-    def _role(self, name: str) -> Role:
-        """Return a role of this session. RunError: the session is lost; ConfigError: it has no such role."""
-        if self._parts.lost:
-            raise RunError(self._parts.lost)
-        if name not in self._parts.passes:
-            raise ConfigError(
-                f"role: got {name!r}, expected one of {', '.join(self._parts.passes)}; a reference comes with "
-                "with_reference=True, a critic with an algorithm that has one"
-            )
-        return Role(name)
-
     def _updater(self, name: str) -> RoleUpdater:
-        updater = self._parts.passes[self._role(name)]
+        updater = self._parts.passes[self._parts.role(name)]
         if not isinstance(updater, RoleUpdater):
             raise ConfigError(f"role: got {name!r}, which is frozen; train the actor or a critic")
         return updater
 
-    def _objective(self, given: str | CountedObjective, role: Role) -> CountedObjective:
-        if role is Role.CRITIC and given == ALGORITHM:
-            return ValueLoss(clip=self.config.critic.value_clip)
-        if not isinstance(given, str):
-            return given
-        assert isinstance(self.inputs.algorithm, ComposedAlgorithm)
-        found: CountedObjective = objective_by_name(given, self.inputs.algorithm)
-        return found
-
     def _require_engines(self, call: str) -> EngineSupervisor:
-        self._role(Role.ACTOR)
+        self._parts.role(Role.ACTOR)
         if self._parts.supervisor is None:
             raise ConfigError(f"{call}: the session was opened with with_engines=False; open one with engines")
         return self._parts.supervisor
@@ -354,10 +332,8 @@ class Session:
     def __exit__(self, *error: Any) -> None:
         if Session._latest is self:
             Session._latest = None
-        try:
-            self._stack.__exit__(*error)
-        finally:
-            self._parts.lost = "the session is closed; open another one, and load the last directory that was saved"
+        self._parts.lost = "the session is closed; open another one, and load the last directory that was saved"
+        self._stack.__exit__(*error)
 
     def close(self) -> None:
         """End all processes of the session."""

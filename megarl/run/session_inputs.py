@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from megarl.algos.build import algorithm_of, check_loop
+from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.corrections import CORRECTION
+from megarl.algos.objectives import ALGORITHM, objective_by_name
+from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.roles import reference_role, roles_of
 from megarl.config.check import check_session
 from megarl.config.schema import Config
@@ -81,6 +84,16 @@ class SessionInputs:
                     "either"
                 )
             yield prompt
+
+    def objective(self, given: str | CountedObjective, role: Role) -> CountedObjective:
+        """Return an objective by its name, or as given. `algorithm` is a critic's value loss for a critic."""
+        if role is Role.CRITIC and given == ALGORITHM:
+            return ValueLoss(clip=self.config.critic.value_clip)
+        if not isinstance(given, str):
+            return given
+        assert isinstance(self.algorithm, ComposedAlgorithm)
+        found: CountedObjective = objective_by_name(given, self.algorithm)
+        return found
 
     def sampling_plan(
         self, n: int | None, max_tokens: int | None, draw: int, changed: Mapping[str, Any]

@@ -9,7 +9,7 @@ from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.workers import RoleWorkers
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError, RunError, WorkerError
 from megarl.host.writing import writing
 from megarl.plan.build import derive_run, settle_run
 from megarl.plan.sizes import derive_trainer
@@ -109,6 +109,17 @@ class SessionParts:
             if self.queue is not None and state.sampler:
                 self.queue.load_state_dict(state.sampler)
         return state
+
+    def role(self, name: str) -> Role:
+        """Return a role of this session. RunError: the session is lost; ConfigError: it has no such role."""
+        if self.lost:
+            raise RunError(self.lost)
+        if name not in self.passes:
+            raise ConfigError(
+                f"role: got {name!r}, expected one of {', '.join(self.passes)}; a reference comes with "
+                "with_reference=True, a critic with an algorithm that has one"
+            )
+        return Role(name)
 
     def forget(self, role: Role) -> None:
         """Make all ranks discard a role's gradients; if they do not answer, the session is lost."""

@@ -50,7 +50,7 @@ class MRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerWork:
-    """What a tower computes for an image, of which it reads so many patches for each feature.
+    """The work of a tower on an image, of which it reads `patches` patches for each feature.
 
     per_patch, per_feature: multiplications of weights for each, the latter the projector's. kept_per_patch,
     kept_per_feature: elements that go into and come out of these products. windows: of each layer, how many patches a
