@@ -321,9 +321,13 @@ class EngineGroup:
         call = self.processes[engine].call(VllmEngine.prompt_logprobs, [list(s) for s in sequences])
         return wait_all([call], timeout_s=self._timeout_s, doing="computing log-probs with the engine")[0]
 
-    def sleep(self) -> None:
-        """Make the engines free the memory of weights and KV caches (vLLM's sleep), on platforms that support sleep."""
-        self._move([p.call(VllmEngine.sleep) for p in self.processes], doing="putting engines to sleep")
+    def sleep(self) -> bool:
+        """Make the engines free the memory of weights and KV caches (vLLM's sleep), on platforms that support sleep.
+
+        Return whether they have dropped weights, which a sync has to send again.
+        """
+        calls = [p.call(VllmEngine.sleep) for p in self.processes]
+        return any(loop.wait(living_results(calls, timeout_s=self._timeout_s, doing="putting engines to sleep")))
 
     def wake(self, parts: Sequence[str]) -> None:
         """Make the engines allocate memory again: for `weights`, which the next weight sync fills, or `kv_cache`."""

@@ -6,7 +6,7 @@ use more memory than the larger one. After an update the order is: wake the engi
 trainer → wake the KV caches.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -147,13 +147,17 @@ class MemoryLedger:
     """A record of which models are in device memory. It carries out the moves of each phase, if `enabled`.
 
     pauses: whether engines may have unfinished requests when another phase begins, which then wait for the next one in
-    which engines generate.
+    which engines generate. refill: sends engines their weights again, for which it enters `SYNC`. Engines that slept
+    have dropped them, and a phase that is not of a step, such as a checkpoint's, may end their sleep without a sync.
     """
+
+    refill: Callable[[], object] | None = None
 
     def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool, pauses: bool = False) -> None:
         self._workers, self._engines, self.enabled, self._pauses = workers, engines, enabled, pauses
         # Engines are awake after they have started.
         self.resident = _ENGINE_PARTS
+        self._have_weights = True
         self._released: dict[str, int] = {}
 
     def enter(self, phase: Phase) -> None:
@@ -161,7 +165,10 @@ class MemoryLedger:
         if self._pauses and phase is not GENERATE:
             self._engines.pause()
         if self.enabled:
+            if phase is GENERATE and not self._have_weights and self.refill is not None:
+                self.refill()
             self._carry_out(phase)
+            self._have_weights |= phase is SYNC
         if self._pauses and phase is GENERATE:
             self._engines.resume()
 
@@ -171,7 +178,7 @@ class MemoryLedger:
                 if move.to_device:
                     self._engines.wake(move.parts)
                 else:
-                    self._engines.sleep()
+                    self._have_weights &= not self._engines.sleep()
                 continue
             role, parts = Role(move.owner), [Part(part) for part in move.parts]
             if move.to_device:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megarl.cluster import offloading
 from megarl.cluster.engines import EngineGroup
-from megarl.errors import EngineDiedError
+from megarl.errors import EngineDiedError, RunError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing, generating
@@ -50,6 +50,7 @@ class EngineSupervisor:
         # All processes of a cluster share one roster.
         self._roster = engines.processes[0].roster
         self._deterministic, self._verify = deterministic, verify
+        ledger.refill = self._refill
         self._sync: WeightSync | None = None
         self._is_outdated = False
         self._version, self._num_reported = 0, 0
@@ -171,6 +172,15 @@ class EngineSupervisor:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+
+    def _refill(self) -> None:
+        """Send engines the weights that they dropped. RunError: the policy has moved on from them."""
+        if self._is_outdated:
+            raise RunError(
+                f"engines dropped the weights of version {self._version} to make room for the trainer, and the policy "
+                "has moved on; send the new ones first (`Session.snapshot`), or set placement.offload=false"
+            )
+        self.push(self._version)
 
     def _bring_back(self) -> None:
         """Restart lost engines, sync all engines so that they generate with the same weights as before, and begin the

@@ -297,14 +297,15 @@ class VllmEngine:
         wire_bytes = self.llm.collective_rpc("bridge_bytes")
         return [Received(checksums=c, wire_bytes=n) for (c, _), n in zip(results, wire_bytes, strict=True)]
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         """Drop weights and KV cache if the device supports it; `wake` both before generating again.
 
-        Weights that no sync sends again are kept in host memory.
+        Weights that no sync sends again are kept in host memory. Return whether others are gone.
         """
-        if platform().name in SLEEPING_DEVICES:
-            keeps = self._adapters is not None or self._tower in ("none", "projector")
+        keeps = self._adapters is not None or self._tower in ("none", "projector")
+        if sleeps := platform().name in SLEEPING_DEVICES:
             self.llm.sleep(level=1 if keeps else 2)
+        return sleeps and not keeps
 
     def wake(self, parts: Sequence[str]) -> None:
         """Allocate memory again for `weights`, which the next sync fills unless they were kept, or for `kv_cache`."""

@@ -117,9 +117,9 @@ class Recorder:
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
         self.calls.append(f"onload {role}.{'+'.join(parts)}")
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         self.calls.append("sleep")
-        self.engine.sleep()
+        return self.engine.sleep()
 
     def wake(self, parts: Sequence[str]) -> None:
         self.calls.append(f"wake {'+'.join(parts)}")

@@ -127,7 +127,9 @@ def _serving_engines(inputs: EvalInputs, cluster: "Cluster") -> "EngineSuperviso
     The policy of a checkpoint, saved under any parallel layout, is loaded and sent to the engines.
     """
     config, role, checkpoint, version = inputs.config, actor_role(inputs.config), inputs.checkpoint, 0
-    ledger = offloading.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
+    # Without a policy to load, engines have the devices for themselves, and never drop the weights that they have read.
+    offloads = config.placement.offload and checkpoint is not None
+    ledger = offloading.MemoryLedger(cluster.workers, cluster.engines, enabled=offloads)
     open_sync: Callable[[], WeightSync] = _OwnWeights
     if checkpoint is not None:
         ledger.enter(offloading.LOAD)

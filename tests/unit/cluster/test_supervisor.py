@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.offloading import GENERATE, MemoryLedger, Resident
+from megarl.cluster.offloading import GENERATE, LOAD, MemoryLedger, Resident, built_parts, checkpointing
 from megarl.cluster.remotes import Process, Roster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.generation import Sampling
-from megarl.errors import EngineDiedError, WorkerError
+from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.errors import EngineDiedError, RunError, WorkerError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing
 from megarl.rollout.stepping import EngineWork
 from megarl.types import FinishReason, version_spans
-from megarl.types.messages import Part, Role
+from megarl.types.messages import Part, Role, RoleSpec
 
 OPEN, PUSH = "open", "push {}".format
 
@@ -42,7 +43,7 @@ class Run:
     """
 
     def __init__(self, *, max_restarts: int = 3, offload: bool = False, deterministic: bool = False) -> None:
-        self.calls, self.deaths = list[str](), dict[str, Callable[[], Any]]()
+        self.calls, self.deaths, self.drops_weights = list[str](), dict[str, Callable[[], Any]](), False
         self.roster, self.engines, self.finished_before_death = Roster(), self, dict[int, int]()
         self.open: dict[int, tuple[int, asyncio.Future[Completion], GenerationRequest]] = {}
         self.trouble, self.environment_workers, self.num_moved = asyncio.Event(), None, 0
@@ -93,8 +94,9 @@ class Run:
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
         self.note(f"onload {'+'.join(parts)}")
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         self.note("sleep")
+        return self.drops_weights
 
     def wake(self, parts: Sequence[str]) -> None:
         self.note(f"wake {'+'.join(parts)}")
@@ -365,6 +367,43 @@ def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
         *("wake kv_cache", "again [1] on [1]"),
     ]
     assert run.ledger.resident == GENERATE.needs
+
+
+def checkpointed(run: Run) -> None:
+    """A step whose sync is followed by a checkpoint, before which the ranks have all of the actor's memory."""
+    actor = RoleSpec(role=Role.ACTOR, model=ModelConfig(), settings=ActorConfig())
+    run.ledger.enter(LOAD)
+    run.ledger.add(built_parts([actor]))
+    run.supervisor.push(7)
+    run.ledger.enter(checkpointing([actor]))
+    run.calls.clear()
+
+
+def test_engines_that_dropped_their_weights_for_a_checkpoint_get_them_again() -> None:
+    run = Run(offload=True)
+    run.drops_weights = True
+    checkpointed(run)
+    run.ledger.enter(GENERATE)
+    assert run.calls == ["offload optimizer", "wake weights", PUSH(7), "offload params", "wake kv_cache"]
+    run.calls.clear()
+    run.ledger.enter(GENERATE)
+    assert run.calls == []
+
+
+def test_engines_that_kept_their_weights_only_wake() -> None:
+    run = Run(offload=True)
+    checkpointed(run)
+    run.ledger.enter(GENERATE)
+    assert run.calls == ["offload optimizer+params", "wake kv_cache+weights"]
+
+
+def test_dropped_weights_from_which_the_policy_has_moved_on_are_an_error() -> None:
+    run = Run(offload=True)
+    run.drops_weights = True
+    checkpointed(run)
+    run.supervisor.outdate()
+    with pytest.raises(RunError, match=r"dropped the weights of version 7 .*snapshot"):
+        run.ledger.enter(GENERATE)
 
 
 def test_a_lost_engine_is_replaced_on_request_while_the_other_generates() -> None:

@@ -92,7 +92,7 @@ def test_engines_sleep_on_cuda_only(
     monkeypatch.setenv("MEGARL_DEVICE", device)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=RecordingEngine))
     engine = VllmEngine(replace(engine_spec(from_dict(Config, {})), can_sleep=True))
-    engine.sleep()
+    assert engine.sleep() is (device == "cuda")
     engine.wake(("weights",))
     engine.wake(("kv_cache",))
     assert engine.llm.calls == calls
@@ -108,7 +108,7 @@ def test_weights_that_no_sync_sends_again_are_kept_while_engines_sleep(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=RecordingEngine))
     model = {"path": str(write_config(tmp_path))}
     engine = VllmEngine(engine_spec(from_dict(Config, {"model": model, "actor": {"lora": {"sync": sync}}})))
-    engine.sleep()
+    assert engine.sleep() is (level == 2)
     assert engine.llm.calls == [("sleep", level)]
 
 
