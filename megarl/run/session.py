@@ -65,7 +65,7 @@ class Session:
         if Session._latest is not None:
             print_lines("the session that was open is closed: a process has one at a time")
             # A cell that failed or was interrupted may have left its processes in the middle of something.
-            Session._latest.__exit__(RunError, RunError("another session is opened"), None)
+            Session._latest.__exit__(RunError, RunError("another session is opened; it closes this one"), None)
         # By role, how many calls of `accumulate` have been added up since the last step.
         self.num_accumulated: dict[Role, int] = {}
         self._num_draws, self._version = 0, 0

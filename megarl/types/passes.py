@@ -53,7 +53,11 @@ class PassPlace:
 
 
 def places(num_layers: int) -> Iterator[PassPlace]:
-    """Yield all places of a model in the order of computation."""
+    """Yield all places of a model in the order of computation.
+
+    >>> next(places(2)).stage.name
+    'EMBEDDING'
+    """
     yield PassPlace(Probe.EMBEDDING)
     yield from (PassPlace(stage, layer) for layer in range(num_layers) for stage in _OF_LAYERS)
     yield from map(PassPlace, _ENDS)
@@ -92,7 +96,12 @@ class PassRecorder:
 def merged(
     parts: Iterable[Mapping[PassPlace, torch.Tensor]], *, num_heads: int, num_kv_heads: int, num_tokens: int
 ) -> dict[PassPlace, torch.Tensor]:
-    """Put together what the ranks of a pass told, in their order; each has some of the heads, or of the layers."""
+    """Put together what the ranks of a pass told, in their order; each has some of the heads, or of the layers.
+
+    >>> place = PassPlace(Probe.OUTPUT, 0)
+    >>> merged([{place: torch.zeros(3, 4)}], num_heads=1, num_kv_heads=1, num_tokens=2)[place].shape
+    torch.Size([2, 4])
+    """
     found: dict[PassPlace, list[torch.Tensor]] = {}
     for part in parts:
         for place, value in part.items():

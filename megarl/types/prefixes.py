@@ -37,7 +37,11 @@ def count_shared(a: Row, b: Row) -> int:
 
 
 def num_passed(row: Row, *, shares: bool) -> int:
-    """Count the tokens of a row that pass through the layers: of one that forks, each path's if it cannot share."""
+    """Count the tokens of a row that pass through the layers: of one that forks, each path's if it cannot share.
+
+    >>> num_passed(row([1, 1]), shares=False)
+    3
+    """
     return row.num_tokens if shares or not row.forks else sum(path.row.num_tokens for path in paths_of([row]))
 
 

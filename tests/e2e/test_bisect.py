@@ -15,13 +15,13 @@ from tests.e2e import engines
 from tests.e2e.support import small_config
 from tests.e2e.test_family_engines import make_engine_model, trained_copy
 from tests.helpers.checkpoints import VOCAB_SIZE
-from tests.helpers.faults import FAULTS, PassPlace, faulty_copy
+from tests.helpers.faults import FAULTS, Place, faulty_copy
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.told import make_row, tell_ranks
 
 ROW = make_row(40, VOCAB_SIZE)
 FLOAT32 = {ENGINE: "float32", TRAINER: "float32"}
-AT = PassPlace(layer=2, seed=7)
+AT = Place(layer=2, seed=7)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,8 @@ LOGGED_IN = (
     "train/supervised.py",
     "record/performance.py",
     "record/timeline.py",
+    "record/growth.py",
+    "train/canary.py",
 )
 
 

@@ -63,7 +63,8 @@ def test_absent_keys_keep_their_defaults() -> None:
         ),
         (  # nothing near: what there is
             {"sync": {"xyzzy": 1}},
-            "unknown key 'sync.xyzzy'; sync has: verify, host_group, dtype, delta, delta_full_every, cuda_ipc",
+            "unknown key 'sync.xyzzy'; sync has: verify, canary_every, host_group, dtype, delta, delta_full_every, "
+            "cuda_ipc",
         ),
         (
             {"actor.optimizer.lr": 1e-5},

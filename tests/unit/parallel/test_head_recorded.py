@@ -50,7 +50,7 @@ def test_beside_a_whole_distribution(weight: str, low: float, high: float, memor
 
 
 def test_a_part_of_a_distribution_is_refused() -> None:
-    with pytest.raises(ValueError, match="not beside a part of it"):
+    with pytest.raises(ValueError, match="not against a part of it"):
         WholeCase(problem=taught_problem(student=nucleus_problem())).solve()
 
 

@@ -146,7 +146,7 @@ def output(finish_reason: str) -> Any:
     sampled = SimpleNamespace(
         token_ids=[5], logprobs=flat, weight_versions=spans, routed_experts=None, finish_reason=finish_reason
     )
-    return SimpleNamespace(outputs=[sampled])
+    return SimpleNamespace(outputs=[sampled], num_cached_tokens=None)
 
 
 def test_an_answer_that_repeats_itself_is_finished_and_an_unknown_reason_is_named() -> None:

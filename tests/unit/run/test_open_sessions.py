@@ -3,6 +3,7 @@
 import contextlib
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -10,6 +11,7 @@ from megarl.config.schema import Config
 from megarl.errors import RunError
 from megarl.run import session as module
 from megarl.run.session import Session
+from megarl.run.session_parts import SessionParts
 
 
 @pytest.fixture
@@ -17,11 +19,12 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[type | None]:
     """What ended the processes of each session, in their order: an error's class, or None."""
     ended: list[type | None] = []
 
-    def open_parts(stack: contextlib.ExitStack, *_: Any, **__: Any) -> SimpleNamespace:
+    def open_parts(stack: contextlib.ExitStack, *_: Any, **__: Any) -> SessionParts:
         if len(ended) == 3:
             raise RunError("the engines did not start")
         stack.push(lambda kind, *_: ended.append(kind))
-        return SimpleNamespace(lost="")
+        mocks = {name: MagicMock() for name in ("inputs", "workers", "memory", "files")}
+        return SessionParts(**mocks, passes={}, supervisor=None, queue=None, canary=None)
 
     algorithm = SimpleNamespace(initial_state=lambda: None)
     monkeypatch.setattr(module, "open_session_inputs", lambda *_, **__: SimpleNamespace(algorithm=algorithm))

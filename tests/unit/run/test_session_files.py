@@ -36,6 +36,7 @@ def open_parts(tmp_path: Path) -> Open:
             passes={Role.ACTOR: RoleUpdater(MagicMock(), role_of(), SftAlgorithm(), total_steps=1)},
             supervisor=None,
             queue=None,
+            canary=None,
             files=RunInputs.of(config, "session"),
         )
 

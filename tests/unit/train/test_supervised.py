@@ -97,7 +97,7 @@ def train(config: Config, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch, *ov
     config = opened.inputs.config
     checkpoint = find_checkpoint(config, "sft")
     recorder = RunRecorder(config, resumed_step=checkpoint.state.step if checkpoint else None)
-    cluster = cast(Cluster, SimpleNamespace(workers=ranks, pids={}, metrics=dict))
+    cluster = cast(Cluster, SimpleNamespace(workers=ranks, pids={}, metrics=lambda step: {}))
     try:
         SupervisedTrainer(opened.task, opened.inputs, cluster, recorder).fit(checkpoint)
     except (KilledError, RunStopped):
