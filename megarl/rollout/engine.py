@@ -298,14 +298,11 @@ class VllmEngine:
         return [Received(checksums=c, wire_bytes=n) for (c, _), n in zip(results, wire_bytes, strict=True)]
 
     def sleep(self) -> bool:
-        """Drop weights and KV cache if the device supports it; `wake` both before generating again.
-
-        Weights that no sync sends again are kept in host memory. Return whether others are gone.
-        """
-        keeps = self._adapters is not None or self._tower in ("none", "projector")
+        """Drop KV cache and weights, except those that no sync sends again; return whether weights are gone."""
+        level = 1 if self._adapters is not None or self._tower in ("none", "projector") else 2
         if sleeps := platform().name in SLEEPING_DEVICES:
-            self.llm.sleep(level=1 if keeps else 2)
-        return sleeps and not keeps
+            self.llm.sleep(level=level)
+        return sleeps and level == 2
 
     def wake(self, parts: Sequence[str]) -> None:
         """Allocate memory again for `weights`, which the next sync fills unless they were kept, or for `kv_cache`."""
