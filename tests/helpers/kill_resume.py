@@ -29,7 +29,16 @@ RUN_FILES = {
 }
 MEGARL = (sys.executable, "-W", "ignore", "-m", "megarl.cli")
 # A resumed run may measure these differently; environment workers may die, or be too slow, in one run alone.
-MEASURED = ("timing_", "perf/", "memory/", "engine/", "environment/restart", "foreign_connections/", "canary/")
+MEASURED = (
+    "timing_",
+    "perf/",
+    "memory/",
+    "process/",
+    "engine/",
+    "environment/restart",
+    "foreign_connections/",
+    "canary/",
+)
 SETTINGS = (
     "use.model=qwen3-tiny",
     "actor.layout={tp: 2, dp: 1, sequence_parallel: true}",

@@ -126,18 +126,23 @@ MOST_LINES = {
     "parallel": 9110,
     # The choice of what backward recomputes, of which the share of a pass came from forecast.
     "plan": 2170,
+    # 350 for what grows in processes, and for metrics that Prometheus fetches.
     "record": 3250,
     "registry": 240,
     # With learning curves: the fit, its words, picture and command.
+    # 560 for what explains a step, and for runs of 100,000 steps.
     "report": 2980,
     # 120 for truths that look like numbers, indices of choices, and what functions written for TRL log.
     "rewards": 5730,
     # 185 for images in requests, and for what environments replied.
+    # 320 for requests of agents at once, the canary and hooks on engines.
     "rollout": 3650,
     # Starts look at their machine, and resumes at their settings, before libraries load.
+    # 350 for megarl bisect, explain-step and addresses that are tried before models load.
     "run": 2760,
     "seeds": 50,
     "sync": 3080,
+    # 270 for the canary after syncs.
     "train": 4940,
     # 124 for images of rows, 126 for towers by their files' headers.
     "types": 2250,
