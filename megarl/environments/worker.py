@@ -130,9 +130,9 @@ class EnvironmentWorker:
         tries = request.tries if isinstance(request, TriesRequest) else (request,)
 
         async def reply() -> EpisodeReply:
-            actions, asked, live.asked = [], live.asked, []
+            actions = []
             # A turn that begins with a demonstration is written alone.
-            for each, chat in zip(tries, asked, strict=False):
+            for each, chat in zip(tries, live.asked, strict=False):
                 action = Action(
                     text=self._decode(list(each.token_ids)),
                     turn=each.turn,
@@ -144,6 +144,7 @@ class EnvironmentWorker:
                 live.turns[action.turn] = each.token_ids[-1], [*chat, turn]
                 actions.append(action)
             said = await (environment.reply(actions[0]) if len(actions) == 1 else environment.choose(actions))
+            live.asked = []
             rewards = _rewards(live, actions, said)
             follows = EpisodeReply()
             if not said.done:
