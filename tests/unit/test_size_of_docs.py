@@ -16,7 +16,7 @@ BY_HAND = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
 # what sampled, exactly; 140 with what environments say, and ln Z of groups; 120 with images of rows.
 # The 36th is for agents: what stood in environments.md, and 330 words on programs such as Claude Code.
 # The 37th is on trust: canary, bisect and what explains a step; 200 words came with Prometheus and Ray's own processes.
-MAX_WORDS, MAX_PAGES, MAX_LINKS = 37_770, 37, 14
+MAX_WORDS, MAX_PAGES, MAX_LINKS = 38_600, 37, 14
 
 
 def test_pages_by_hand_are_few_and_short() -> None:
