@@ -17,9 +17,11 @@ TASK ?= $(if $(filter smollm2,$(MODEL)),arithmetic,sums)
 SEED ?= 0
 # The rank of adapters to train in place of the weights; empty: the weights.
 LORA ?=
+# Not empty: `make test` leaves out nothing that CI runs.
+WIDE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-wide test-lab test-slurm test-long test-gpu test-newest test-conformance test-harnesses check audit docs clean
+.PHONY: help python install train test test-lab test-slurm test-long test-gpu test-newest test-conformance test-harnesses check audit docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -40,14 +42,10 @@ train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0, or
 # the time, so three times as many files as there are cores run at once, in their order, as the first folders wait the
 # most. Tests of several ranks leave half a core idle, and whole runs do while they start. Many start processes, which
 # need not compile the package each. Whole runs are apart from unit tests, whose Ray may still live in the worker.
-test test-wide test-lab test-slurm: export PYTHONDONTWRITEBYTECODE =
-test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests/unit -m "not wide and not long and not gpu" --forks 6
-	"$(VENV)/bin/python" -m pytest tests/e2e tests/distributed -m "not wide and not long and not gpu" --forks 3
-
-test-wide: install ## Run what make test leaves out that takes seconds each: further layouts, models and whole runs
-	"$(VENV)/bin/python" -m pytest tests/unit tests/distributed -m "wide and not long and not gpu" --forks 4
-	"$(VENV)/bin/python" -m pytest tests/e2e -m "wide and not long and not gpu" --forks 3
+test test-lab test-slurm: export PYTHONDONTWRITEBYTECODE =
+test: install ## Run the tests; with WIDE=1 also those that take seconds each: further layouts, models and whole runs
+	"$(VENV)/bin/python" -m pytest tests/unit -m "$(if $(WIDE),,not wide and )not long and not gpu" --forks 6
+	"$(VENV)/bin/python" -m pytest tests/e2e tests/distributed -m "$(if $(WIDE),,not wide and )not long and not gpu" --forks 3
 
 test-lab: install ## Run the tests of benches, studies, recipes and forecasts of schedules
 	"$(VENV)/bin/python" -m pytest tests/lab -m "not long and not gpu" --forks 2

@@ -1,5 +1,5 @@
-"""The tests that `make test` leaves to `make test-wide`: they need seconds each, and CI runs both. And those that only
-`make test-long` runs, besides what is marked `long` where it stands.
+"""The tests that `make test` leaves to `make test WIDE=1`, which CI runs, since they need seconds each. And those that
+only `make test-long` runs, besides what is marked `long` where it stands.
 
 Each axis of a layout has a case in `make test`; features of few runs, such as speculation, are tested here alone.
 """
@@ -27,8 +27,9 @@ WIDE = {
     "tests/distributed/test_families.py::test_family_equals_transformers[olmo3": _FAMILIES,
     "tests/distributed/test_families.py::test_family_equals_transformers[phi3": _FAMILIES,
     "tests/distributed/test_hybrid_families.py": _FAMILIES,
-    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[qwen2_5_vl-pp2": _LAYOUTS,
+    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[qwen3_vl-pp2": _LAYOUTS,
     "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[wide": _FAMILIES,
+    "tests/distributed/test_images.py::test_what_is_trained_of_a_tower_travels_through_checkpoints[all": _CHECKPOINTS,
     "tests/distributed/test_mistral3.py": _FAMILIES,
     "tests/distributed/test_moe_training.py::test_balance_loss_and_metrics[mixed": _LAYOUTS,
     "tests/distributed/test_moe_training.py::test_balance_loss_and_metrics[normalized": _LAYOUTS,
@@ -55,7 +56,6 @@ WIDE = {
     "tests/distributed/test_transformer_engine.py": "ranks that import Transformer Engine first, which takes long",
     "tests/distributed/test_windows.py": _FAMILIES,
     "tests/e2e/test_adapter_sync.py": _RUNS,
-    "tests/e2e/test_algorithms.py::test_a_run_leaves_nothing": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[luffy": _RUNS,
     "tests/e2e/test_algorithms.py::test_three_steps[ppo_critic": _RUNS,
     "tests/e2e/test_bisect.py": _RUNS,
@@ -63,9 +63,8 @@ WIDE = {
     "tests/e2e/test_eval.py": _RUNS,
     "tests/e2e/test_family_engines.py": _RUNS,
     "tests/e2e/test_family_runs.py": _RUNS,
-    "tests/e2e/test_notebook.py": _RUNS,
+    "tests/e2e/test_image_engines.py::test_a_placeholder": _RUNS,
     "tests/e2e/test_image_runs.py": _RUNS,
-    "tests/e2e/test_observed_replies.py": _RUNS,
     "tests/e2e/test_recorded_heads.py": _RUNS,
     "tests/e2e/test_processes.py": _RUNS,
     "tests/e2e/test_public_data.py": _RUNS,
@@ -74,7 +73,6 @@ WIDE = {
     "tests/e2e/test_stolen_samples.py": _RUNS,
     "tests/e2e/test_sync.py::test_moe_reload": _RUNS,
     "tests/e2e/test_truncated_sampling.py": _RUNS,
-    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[seams": _RUNS,
     "tests/unit/test_sittings.py": "scripts for GPUs, whose steps start anew; the sessions' test stays",
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
     "tests/unit/cluster/test_episodes.py::test_a_conversation_begins_again": _DEATHS,
@@ -110,17 +108,25 @@ WIDE = {
     "tests/unit/train/test_rehearsal.py::test_the_command_says": "the command over all parts; each part's trial stays",
     "tests/unit/test_hostile_texts.py::test_reports_and_their_browser": "draws reports; tables and screens stay",
 }
-_RULES_SHARED = "a family whose rules others have too; those others stay in `make test-wide`"
+_RULES_SHARED = "a family whose rules others have too; those others stay in CI"
+_CANARY = "another fault, which unit tests let the canary see; one engine's wrong weights stay"
 _ENGINE = "another family under Transformer Engine; qwen2 stays, and all without it"
 LONG = {
+    "tests/distributed/test_adapter_export.py::test_peft_computes_the_same[qwen2": "another family stays, with experts",
     "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[gpt_oss": "qwen2 and qwen3_next stay",
     "tests/distributed/test_dist_checkpoint.py::test_a_rank_may_write_for_longer": "twelve seconds of waiting",
+    "tests/distributed/test_averaged_teacher.py::test_weights_that_move_all_the_way": "the average that resumes stays",
+    "tests/distributed/test_dist_checkpoint.py::test_ranks_that_share_key_value_heads": _CHECKPOINTS,
     "tests/distributed/test_dist_checkpoint.py::test_stages_that_share_an_embedding": _CHECKPOINTS,
     "tests/distributed/test_families.py::test_family_equals_transformers[gemma-": _RULES_SHARED,
     "tests/distributed/test_families.py::test_family_equals_transformers[granite": _RULES_SHARED,
     "tests/distributed/test_families.py::test_family_equals_transformers[llama-3": _RULES_SHARED,
     "tests/distributed/test_families.py::test_family_equals_transformers[llama-linear": _RULES_SHARED,
     "tests/distributed/test_families.py::test_family_equals_transformers[seed_oss": _RULES_SHARED,
+    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[qwen2_5_vl-pp2": _LAYOUTS,
+    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[wide-mistral3-tp2": _LAYOUTS,
+    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[wide-qwen2_5_vl": _LAYOUTS,
+    "tests/distributed/test_images.py::test_rows_with_images_equal_transformers[wide-qwen3_5-tp1": _LAYOUTS,
     "tests/distributed/test_muon.py::test_a_run_continues_itself[two shards": "two replicas stay",
     "tests/distributed/test_round_trips.py::test_there_through_the_trainer_and_back[qwen3": "deepseek_v2 stays",
     "tests/distributed/test_transformer_engine.py::test_a_model_with_adapters_has_the_same_parameters[deep": _ENGINE,
@@ -129,9 +135,21 @@ LONG = {
     "tests/distributed/test_transformer_engine.py::test_adapters_equal_merged_weights[gpt_oss": _ENGINE,
     "tests/distributed/test_transformer_engine.py::test_adapters_equal_merged_weights[qwen3_next": _ENGINE,
     "tests/e2e/test_algorithms.py::test_three_steps[dapo": "its parts have unit tests; grpo, cpo, luffy and PPO stay",
+    "tests/e2e/test_algorithms.py::test_a_run_leaves_nothing": "a run after others in the same processes",
+    "tests/e2e/test_canary.py::test_an_engine_keeps_the_adapters": _CANARY,
+    "tests/e2e/test_canary.py::test_samples_are_the_same": _CANARY,
+    "tests/e2e/test_canary.py::test_twenty_steps": _CANARY,
+    "tests/e2e/test_canary.py::test_two_workers": _CANARY,
+    "tests/e2e/test_image_runs.py::test_an_evaluation": "evaluations of texts stay, and a run with images",
+    "tests/e2e/test_notebook.py": "a session's calls in a running loop have unit tests",
+    "tests/e2e/test_observed_replies.py": "recorded heads of a killed run stay, which records more",
+    "tests/e2e/test_processes.py::test_nothing_is_left[terminated-early": "deaths in other places stay",
     "tests/e2e/test_public_data.py::test_two_steps[OpenRLHF": "its columns have unit tests; another data set stays",
     "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[migrating": "the commands have unit tests",
+    "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[seams": "its parts are tried by test_rehearsal",
     "tests/e2e/test_tutorials.py::test_a_page_up_to_its_first_training[slurm": "tests/slurm runs such jobs",
     "tests/e2e/test_user_shell.py": "what starts a process safely is one function, which has unit tests",
+    "tests/slurm/test_jobs.py::test_a_second_signal": "what a second signal does has unit tests; the first stays",
+    "tests/slurm/test_jobs.py::test_conversion_and_evaluation": "scripts of one command each, which tests/e2e runs",
     "tests/unit/cluster/test_episodes.py::test_a_host_that_hangs_is_replaced[stopped": _DEATHS,
 }

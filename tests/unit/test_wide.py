@@ -1,4 +1,4 @@
-"""The lists of tests that wait for `make test-wide` and `make test-long` name tests that exist."""
+"""The lists of tests that wait for `make test WIDE=1` and `make test-long` name tests that exist."""
 
 from pathlib import Path
 
