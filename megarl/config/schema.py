@@ -186,7 +186,8 @@ class LoggingConfig:
     """Choose what a run records besides metrics.jsonl."""
 
     tensorboard: bool = True  # Also write TensorBoard event files.
-    # Write sampled responses to RUN/rollouts as parquet every this many steps; 0: never.
+    # Write sampled responses to RUN/rollouts as parquet, and measure how far each layer moved, in the first step, every
+    # this many steps, and in the last one; 0: never.
     rollout_every_steps: int = setting(5, AT_LEAST_0)
     num_rollouts: int = setting(32, AT_LEAST_1)  # Number of samples that are written each time.
     # Largest number of samples per step, and per validation, that are written to RUN/reward_problems.jsonl because
@@ -207,6 +208,11 @@ class LoggingConfig:
     profile_steps: tuple[int, int] | None = None
     # Peak TFLOP/s of one device, for perf/mfu; null: the device's known peak (no perf/mfu if it is unknown).
     peak_tflops: float | None = setting(None, POSITIVE)
+
+    def records(self, step: int, total_steps: int) -> bool:
+        """Return whether samples of a training step are recorded."""
+        every = self.rollout_every_steps
+        return every > 0 and (step % every == 0 or step in (1, total_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from megarl.parallel.head.distill import DistilledLogprobs
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.moe.router import MiniBatchLoad
+from megarl.parallel.movement import count_moved, sample_weights, update_ratios
 from megarl.parallel.packing import Pack
 from megarl.parallel.passes import (
     TRAINED_AS,
@@ -30,9 +31,6 @@ from megarl.parallel.roles import Gradients, LoadedRole
 from megarl.parallel.teacher import TeacherBeside
 from megarl.types import FloatArray, ModelOutputs, PolicyOutputs, RowBatch, Rows, ValueOutputs, row_batch
 from megarl.types.messages import AccumulateRequest, Role, StepRequest, UpdateResult
-
-# How many weights of each tensor `watched_weights` copies.
-NUM_WATCHED = 256
 
 # Token outputs of a head → the rows an objective sees.
 _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {
@@ -233,7 +231,7 @@ def _loss_gradients(
 def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     """Sum the gradients over replicas unless that is done, scale and clip them, and take an optimizer step.
 
-    The metrics are the gradient norm before clipping and the learning rate.
+    The metrics are the gradient norm before clipping, the learning rate, and how far layers moved if it is asked for.
     """
     assert loaded.optimizer is not None
     # It writes where the last update's weights may still be arriving.
@@ -254,9 +252,10 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     for optimizer in getattr(loaded.optimizer, "chained_optimizers", [loaded.optimizer]):
         optimizer.config.clip_grad = clip
     loaded.gradients = Gradients.NONE
-    before = watched_weights(loaded) if request.watches else None
+    before = sample_weights(loaded) if request.watches or request.measures else []
     _, grad_norm, _ = loaded.optimizer.step()
-    moved = None if before is None else watched_weights(loaded) != before
+    after = sample_weights(loaded) if before else []
+    ratios = update_ratios(loaded, before, after) if request.measures else {}
     for chunk in loaded.ddp:
         chunk.start_gathering()
     norm = float(grad_norm)
@@ -266,27 +265,11 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
             f"spoiled: restart from the last checkpoint with a lower learning rate"
         )
     return UpdateResult(
-        metrics={f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr},
+        metrics={f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr, **ratios},
         before={},
-        num_watched=0 if moved is None else len(moved),
-        num_moved=0 if moved is None else int(moved.sum()),
+        num_watched=sum(len(each.values) for each in before) if request.watches else 0,
+        num_moved=count_moved(before, after) if request.watches else 0,
     )
-
-
-def watched_weights(loaded: LoadedRole) -> torch.Tensor:
-    """Copy some of the float32 weights that this rank's optimizer updates, from all over each tensor.
-
-    None are looked at whose float32 form only Transformer Engine's Adam, or the host, has.
-    """
-    assert loaded.optimizer is not None
-    tensors = [
-        weight.detach().view(-1)
-        for group in loaded.optimizer.param_groups
-        for weight in group["params"]
-        if weight.dtype is torch.float32 and weight.numel() and not loaded.spec.settings.optimizer.is_precision_aware
-    ]
-    found = [each[:: max(1, len(each) // NUM_WATCHED)][:NUM_WATCHED] for each in tensors]
-    return torch.cat(found) if found else torch.zeros(0)
 
 
 def _differentiable(loss: torch.Tensor, role: Role) -> torch.Tensor:

@@ -233,12 +233,11 @@ class RunRecorder:
         rows: Sequence[Row],
         tokenizer: "PreTrainedTokenizerBase",
     ) -> None:
-        """Write some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last.
+        """Write some rollouts as text, in the steps that `LoggingConfig.records` names.
 
         rows: those of the step that were trained on; the quantities of their tokens are written with the text.
         """
-        every, total = self._config.logging.rollout_every_steps, self._config.trainer.total_steps
-        if every == 0 or (step % every and step not in (1, total)):
+        if not self._config.logging.records(step, self._config.trainer.total_steps):
             return
         records, quantities = [], {(row.uid, row.sample_index): row.quantities for row in rows}
         is_sampled = self._config.algo.distill.is_sampled

@@ -55,6 +55,20 @@ def draw_reward(ax: Axes, runs: Sequence[Run]) -> None:
         ax.legend(loc="best")
 
 
+def draw_by_layer(ax: Axes, runs: Sequence[Run], prefix: str) -> None:
+    """Draw a line for each layer's metric, and name those whose last values are least and largest."""
+    use_log_scale(ax, "mask")
+    labels = []
+    for index, run in enumerate(runs):
+        found = [(each.values[-1], name, each) for name, each in run.series.items() if name.startswith(prefix)]
+        for _, _, series in found:
+            marker = "o" if len(series.steps) == 1 else ""
+            ax.plot(series.steps, series.values, color=color_of(index), alpha=0.35, linewidth=0.9, marker=marker)
+        ends = {name: value for value, name, _ in (min(found), max(found))} if found else {}
+        labels += [EndLabel(value, name.removeprefix(prefix), color_of(index)) for name, value in ends.items()]
+    label_ends(ax, labels)
+
+
 def draw_validation(ax: Axes, runs: Sequence[Run]) -> None:
     """Draw validation scores: one run in a colour per data source, several in a colour per run, sources pooled."""
     if len(runs) > 1:

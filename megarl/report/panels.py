@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 
 from megarl.report.curves import (
     draw_advantage_changes,
+    draw_by_layer,
     draw_failures,
     draw_good_and_bad,
     draw_idle,
@@ -212,6 +213,14 @@ PANELS = (
         unit="L2 norm before clipping",
         caption="Of the actor's gradient.",
         needs="actor/grad_norm",
+    ),
+    Panel(
+        name="movement",
+        title="How far layers move",
+        unit="change / norm of weights, log scale",
+        caption="Of each layer's trained weights in an optimizer step, in steps whose samples are recorded.",
+        needs="actor/update_ratio/",
+        draw=partial(draw_by_layer, prefix="actor/update_ratio/"),
     ),
     Panel(
         name="entropy",

@@ -226,16 +226,16 @@ class RoleUpdater(RolePasses):
         dims: Dims | None = None,
         teaching: Teaching | None = None,
         is_taught: bool = False,
-        step_scale: Callable[[Sequence[Row]], float] | None = None,
+        step_scale: Callable[[Sequence[Row]], float] = lambda _: 1.0,
+        measures: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        """Make the updates of a role. is_taught: as in `WeightWatch`. step_scale: by what the learning rate of an
-        optimizer step on these rows is multiplied.
+        """Make a role's updates. is_taught: as in `WeightWatch`. step_scale: by what these rows' learning rate is
+        multiplied. measures: whether to measure how far a training step moves layers.
         """
         super().__init__(workers, role, temperature=temperature, dims=dims)
-        self._step_scale = step_scale
+        self._step_scale, self._measures = step_scale, measures
         self._objective, self._total_steps, self._teaching = objective, total_steps, teaching
-        self._watch = WeightWatch(role.role, is_taught=is_taught, dtype=role.model.dtype)
-        self.num_optimizer_steps = 0
+        self.num_optimizer_steps, self._watch = 0, WeightWatch(role.role, is_taught=is_taught, dtype=role.model.dtype)
 
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int, with_outputs: bool = True, number: int = 0
@@ -248,7 +248,7 @@ class RoleUpdater(RolePasses):
         optimizer, teaching = self._role.settings.optimizer, self._teaching
         if teaching is not None and teaching.kept is not None:
             teaching = replace(teaching, kept=number)
-        scale = 1.0 if self._step_scale is None else self._step_scale(rows)
+        scale = self._step_scale(rows)
         request = UpdateRequest(
             role=self._role.role,
             step=step,
@@ -260,6 +260,7 @@ class RoleUpdater(RolePasses):
             with_outputs=with_outputs,
             teaching=teaching,
             watches=not self._watch.is_done,
+            measures=self._measures(step),
         )
         result = self._learn(self._workers.update, rows, request)
         self.num_optimizer_steps += 1
@@ -328,9 +329,8 @@ class RoleUpdater(RolePasses):
         self, rows: Sequence[Row], state: AlgoState, *, step: int, mini_batch_prompts: int, num_epochs: int
     ) -> BatchUpdate:
         """Pass `num_epochs` times over a batch, one optimizer step per mini-batch of `mini_batch_prompts` groups."""
-        sums: dict[str, float] = {}
-        before: dict[int, FloatArray] = {}
-        divergences: dict[int, FloatArray] = {}
+        sums = dict[str, float]()
+        before, divergences = dict[int, FloatArray](), dict[int, FloatArray]()
         is_known = TokenQuantity.OLD_LOGPROBS in rows[0].quantities
         batches = optimizer_batches([row.uid for row in rows], mini_batch_prompts)
         if self._teaching is not None and self._teaching.kept is not None:
@@ -346,5 +346,5 @@ class RoleUpdater(RolePasses):
             divergences |= {indices[place]: values for place, values in result.divergences.items()}
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
-        metrics = {name: value / num_steps for name, value in sums.items()}
-        return BatchUpdate(metrics=metrics, before=before, divergences=divergences)
+        means = {name: value / num_steps for name, value in sums.items()}
+        return BatchUpdate(metrics=means, before=before, divergences=divergences)

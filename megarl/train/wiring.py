@@ -301,7 +301,8 @@ def _update_stage(
             dims=read_model_spec(role.model.path).dims,
             teaching=teaching if role.role is Role.ACTOR else None,
             is_taught=is_taught and role.role is Role.ACTOR,
-            step_scale=partial(step_scale, cfg=algo) if role.role is Role.ACTOR else None,
+            step_scale=partial(step_scale, cfg=algo) if role.role is Role.ACTOR else lambda _: 1.0,
+            measures=partial(config.logging.records, total_steps=config.trainer.total_steps),
         )
         for role in inputs.roles
         if role.trainable

@@ -256,7 +256,7 @@ class StepRequest:
     """A request for one optimizer step of a role, with the gradients that were accumulated for it.
 
     scale: a factor of the gradients before they are clipped. betas, clip: None for those of the role's settings.
-    watches: look whether the step moves weights.
+    watches: look whether the step moves weights. measures: return how far it moves those of each layer.
     """
 
     role: Role = Role.ACTOR
@@ -266,6 +266,7 @@ class StepRequest:
     betas: tuple[float, float] | None = None
     clip: float | None = None
     watches: bool = False
+    measures: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,11 +275,13 @@ class UpdateRequest(AccumulateRequest):
 
     lr: float
     watches: bool = False
+    measures: bool = False
 
     @property
     def optimizer_step(self) -> StepRequest:
         """Return the second half of the request."""
-        return StepRequest(role=self.role, step=self.step, lr=self.lr, watches=self.watches)
+        watches, measures = self.watches, self.measures
+        return StepRequest(role=self.role, step=self.step, lr=self.lr, watches=watches, measures=measures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -269,6 +269,15 @@ def models_around_update(
     return before, snapshot()
 
 
+def update_metrics(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], request: UpdateRequest
+) -> Mapping[str, float] | None:
+    """The metrics of an update, for which every replica has all rows; on ranks that report."""
+    worker = load_worker(context, actor, model)
+    result = worker.update(rows, [[i] for i in range(len(rows))], request)
+    return None if result is None else result.metrics
+
+
 def group_timeouts(context: RankContext, config: LayoutConfig) -> list[float]:
     """Seconds after which collectives of the layout's groups give up."""
     layout = join_layout(context, config).layout

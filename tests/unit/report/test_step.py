@@ -154,6 +154,17 @@ def test_words_say_what_taught_what_was_taken_and_what_limited(run: RunPaths) ->
     )
 
 
+def test_what_moved_is_named(run: RunPaths) -> None:
+    with MetricsLogger([JsonlSink(run.metrics)]) as log_metrics:
+        ratios = {"layer_0": 2e-4, "layer_1": 5e-4, "head": 3e-4}
+        log_metrics.log(3, {f"actor/update_ratio/{name}": ratio for name, ratio in ratios.items()})
+    found = explained(run)
+    assert found.moved == ratios
+    assert (
+        dict(found.sentences)["moved"] == "layer_1 most, by 5.00e-04 of its weights' norm, layer_0 least, by 2.00e-04"
+    )
+
+
 def test_a_step_without_samples_or_that_never_was(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     assert dict(explained(run, 2).sentences)["groups"] == "not recorded; set logging.rollout_every_steps=1"
     with pytest.raises(SystemExit) as ended:
