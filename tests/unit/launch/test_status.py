@@ -14,7 +14,7 @@ from megarl.errors import DataError, RunStopped, WorkerError
 from megarl.host.directory_lock import DirectoryLock, read_claims
 from megarl.launch.restarts import FAILED, AttemptLog
 from megarl.launch.status import LOST_S, Heartbeat, describe_status, read_status
-from megarl.launch.watch import watch_status
+from megarl.launch.watch import FollowedMetrics, watch_status
 from megarl.record.metrics import RunPaths
 
 
@@ -146,3 +146,27 @@ def test_no_time_is_left_for_a_clock_that_was_set_back(root: Path) -> None:
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     with heartbeat(root):
         assert "time left" not in describe_status(root, now=time.time())
+
+
+def test_watching_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is not complete is read when it is; a file that was replaced is read from its start."""
+    monkeypatch.setattr("megarl.launch.watch.CHUNK_BYTES", 64)
+    path, key = tmp_path / "metrics.jsonl", "canary/max_abs_diff"
+    lines = [json.dumps({"step": i, "time_s": 0.0, "metrics": {key: float(i), "other": 1.0}}) + "\n" for i in range(6)]
+    followed = FollowedMetrics(path)
+    followed.read()
+    path.write_text("".join(lines[:3]) + lines[3][:20])
+    followed.read()
+    assert followed.curves.keys() == {key}
+    assert followed.curves[key].values == [0.0, 1.0, 2.0]
+    with path.open("r+b") as file:
+        # What was read before is not read again.
+        file.write(b"x" * 40)
+        file.seek(0, os.SEEK_END)
+        file.write((lines[3][20:] + lines[4]).encode())
+    followed.read()
+    assert followed.curves[key].values == [0.0, 1.0, 2.0, 3.0, 4.0]
+    (tmp_path / "cut").write_text(lines[5])
+    os.replace(tmp_path / "cut", path)
+    followed.read()
+    assert followed.curves[key].values == [5.0]
