@@ -1,10 +1,12 @@
 """Markers, retention and the driver's state; the ranks' part is played by a fake that writes a file."""
 
+import contextlib
 import errno
 import os
 import shutil
 import signal
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,25 +352,85 @@ def test_what_was_moved_to_an_archive_stays_whole(tmp_path: Path) -> None:
     assert all((path / MARKER).is_file() for path in (rotated, later, repeated))
 
 
+def rotate(root: Path, *steps: int) -> None:
+    manager = CheckpointManager(root, CheckpointConfig(every_steps=1, keep_last=1), FakeRanks())  # type: ignore[arg-type]
+    for step in steps:
+        manager.after_step(step, total=99, stop=StopRequest(), state=lambda _: STATE)
+
+
+REMOVING = ("unlink", "open", "scandir", "rmdir")
+
+
+def meet_removal(monkeypatch: pytest.MonkeyPatch, calls: tuple[str, ...], refuse: Callable[[Any], None]) -> None:
+    """Have `refuse` called before each of these calls that removes something of the checkpoint of step 1."""
+    for name in calls:
+        done = getattr(os, name)
+
+        def called(path: Any, *given: Any, done: Any = done, **more: Any) -> Any:
+            # Within a directory that is removed, paths are relative to a descriptor, or descriptors.
+            if isinstance(path, int) or more.get("dir_fd") is not None or "step_000001" in str(path):
+                refuse(path)
+            return done(path, *given, **more)
+
+        monkeypatch.setattr(os, name, called)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EBUSY])
+@pytest.mark.parametrize("call", REMOVING)
 def test_a_removal_that_fails_ends_no_run_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("megarl.host.writing._warned", set())
     first = write(tmp_path, 1)
 
-    def busy(path: Path) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy", str(path / ".nfs0001"))
+    def refuse(path: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
 
-    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1, keep_last=1), FakeRanks())  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", busy)
-        manager.after_step(2, total=9, stop=StopRequest(), state=lambda _: STATE)
-        manager.after_step(3, total=9, stop=StopRequest(), state=lambda _: STATE)
-    assert complete_steps(tmp_path) == [3]
-    printed = capsys.readouterr().out
-    assert f"warning: {first} cannot be removed, and the run goes on without: [Errno 16]" in printed
-    manager.after_step(4, total=9, stop=StopRequest(), state=lambda _: STATE)
-    manager.after_step(5, total=5, stop=StopRequest(), state=lambda _: STATE)
+        meet_removal(patch, (call,), refuse)
+        rotate(tmp_path, 2, 3)
+    assert complete_steps(tmp_path)[-1] == 3
+    # Both checkpoints tried it.
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"warning: {first} ")]
+    assert told.startswith(f"warning: {first} cannot be removed, and the run goes on without: [Errno {code}]")
+    rotate(tmp_path, 4, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
+def test_a_kill_at_any_moment_of_a_rotation_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for moment in range(100):
+        root, met = tmp_path / str(moment), list[Any]()
+        write(root, 1)
+
+        def kill(path: Any, met: list[Any] = met, moment: int = moment) -> None:
+            met.append(path)
+            if len(met) > moment:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            meet_removal(patch, REMOVING, kill)
+            with contextlib.suppress(KeyboardInterrupt):
+                rotate(root, 2)
+        last = last_checkpoint(root)
+        assert last is not None
+        assert last.path == checkpoint_dir(root, 2)
+        rotate(root, 3, 4)
+        assert [path.name for path in root.iterdir()] == ["step_000004"]
+        if len(met) <= moment:
+            # The marker, the directory, its list, its two files, and itself.
+            assert moment >= 5
+            return
+    raise AssertionError("a rotation without an end")
+
+
+def test_what_is_no_checkpoint_but_has_its_name_is_left_alone(tmp_path: Path) -> None:
+    """Such as a user's file."""
+    (tmp_path / "step_000001").write_text("mine")
+    rotate(tmp_path, 2, 3)
+    assert (tmp_path / "step_000001").read_text() == "mine"
+    assert complete_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
