@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -26,8 +26,6 @@ SETTINGS = (
     f"trainer.total_steps={NUM_STEPS}",
     "data.val=[]",
     "rollout.record=true",
-    f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
-    f"rollout.timeout_s={ANSWER_S}",
 )
 HOST = "an environment worker dies"
 # From a death to the line that names it; a machine with two cores is busy then.
@@ -36,13 +34,17 @@ NAMED_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What happens to whom, what the log says of it, within which time, and whether the run goes on without help."""
+    """What happens to whom, what the log says of it, within which time, and whether the run goes on without help.
+
+    limit: the time limit that notices it, which on a busy machine would end runs where nothing hangs.
+    """
 
     signum: signal.Signals
     title: str
     named: str
     within_s: float
     survived: bool
+    limit: tuple[str, ...] = ()
 
 
 FAILURES = {
@@ -60,6 +62,7 @@ FAILURES = {
         # The engine is asked twice a second.
         within_s=HEARTBEAT_S + NAMED_S,
         survived=True,
+        limit=(f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",),
     ),
     HOST: Failure(
         signum=signal.SIGKILL,
@@ -82,6 +85,7 @@ FAILURES = {
         named="error: .*no answer from .*rank [01] within .* s .*is stopped",
         within_s=ANSWER_S + 2 * NAMED_S,
         survived=False,
+        limit=(f"rollout.timeout_s={ANSWER_S}",),
     ),
     # Ray itself would end the driver without a word.
     "Ray's raylet is hung up": Failure(
@@ -146,10 +150,10 @@ def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
     failure, whole = FAILURES[kind], undisturbed(name)
     run = SmallRun(
         inputs=whole.inputs,
-        name=f"{name}-{kind}-{moment}".replace(" ", "-"),
+        name=re.sub(r"\W+", "-", f"{name}-{kind}-{moment}"),
         settings=whole.settings,
     )
-    process = run.start()
+    process = replace(run, settings=(*run.settings, *failure.limit)).start()
     try:
         scope = strike(process, run, failure, DELAYS_S[moment])
         assert (process.wait() == 0) == failure.survived, log(run)
