@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from megarl.cluster.ending import end_at
-from megarl.cluster.ray_session import lost_ray
+from megarl.cluster.ray_session import GONE_S, lost_ray
 from megarl.cluster.remotes import A_co, PendingCall, Process, R, Remote, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
@@ -178,7 +178,7 @@ class Watchdog:
                 silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
                 raise WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
             if self._watch.is_due():
-                if lost := lost_ray():
+                if lost := lost_ray(patience_s=GONE_S):
                     raise WorkerError(f"{self._doing()}: {lost}")
                 # Look for deaths of processes that are not waited for, and for those that hang.
                 for death in self._watch.deaths():

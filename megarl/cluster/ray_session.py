@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from megarl.host.clock import awake_s
 from megarl.host.janitor import HOSTED_RUN_VARIABLE
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import fresh_token
-from megarl.host.reach import CONNECT_S
+from megarl.host.reach import CONNECT_S, why_not
 from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
 from megarl.host.temp_dir import RAY_DIRECTORY
@@ -36,6 +37,21 @@ POLL_S = 0.2
 # Without these of Ray's processes nothing goes on. A driver that they leave behind is ended by Ray itself, without a
 # word, as soon as 60 s later.
 _ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+# How often to look whether those of a joined cluster still listen, and how long a gcs_server may take to come back.
+LOOK_S, GONE_S = 2.0, 20.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Door:
+    """Where a process of a joined cluster listens, when it was last asked, and since when it accepts no connections."""
+
+    kind: str
+    address: str
+    asked: float = 0.0
+    closed_since: float = math.inf
+
+
+_doors: list[_Door] = []
 
 
 def open_ray(
@@ -50,6 +66,7 @@ def open_ray(
     Raises:
         WorkerError: Ray did not start or could not be reached, or not all of `settings.hosts` joined.
     """
+    _doors.clear()
     if settings.address is not None:
         _join(settings.address, settings, environment)
         return
@@ -121,9 +138,12 @@ def _time_to_register(deadline: float) -> Iterator[None]:
         services.get_node = get_node
 
 
-def lost_ray() -> str | None:
-    """Say how the Ray that this process has started has lost a process that it needs; None if it has not."""
-    node = ray._private.worker._global_node
+def lost_ray(*, patience_s: float = 0.0) -> str | None:
+    """Say which process this one's Ray has lost that it needs, and how; None if it has lost none.
+
+    patience_s: for how long those of a cluster that was joined may be out of reach.
+    """
+    node, now = ray._private.worker._global_node, awake_s()
     for kind, process in () if node is None else node.dead_processes():
         if kind in _ESSENTIAL:
             code = process.returncode
@@ -131,6 +151,17 @@ def lost_ray() -> str | None:
             return (
                 f"Ray's {kind} (process {process.pid}) has ended {how}, and no run goes on without it; see whether "
                 "somebody or the kernel's out-of-memory killer (dmesg) ended it, then --resume; see RUN/logs"
+            )
+    for door in _doors:
+        if patience_s and now < door.asked + LOOK_S:
+            continue
+        door.asked, reason = now, why_not(door.address, within_s=1.0)
+        door.closed_since = min(door.closed_since, now) if reason else math.inf
+        if now >= door.closed_since + patience_s:
+            return (
+                f"Ray's {door.kind} at {door.address}, of the cluster at cluster.address, accepts no connections any "
+                f"more ({reason}), and no run goes on without it; look into that cluster's logs, start it again, then "
+                "--resume; see RUN/logs"
             )
     return None
 
@@ -142,6 +173,8 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
     try:
         _wait_for_port(address, awake_s() + wait_s)
         _connect(environment, address=address)
+        places = (ray._private.worker._global_node.raylet_socket_name, address)
+        _doors.extend(_Door(kind=kind, address=place) for kind, place in zip(_ESSENTIAL, places, strict=True))
     except Exception as error:
         raise WorkerError(
             f"cluster.address: no Ray cluster at {address} within {wait_s:g} s "

@@ -7,6 +7,7 @@ import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ from ray._private import services
 from megarl.cluster import ray_session
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.ray_failures import explain
-from megarl.cluster.ray_session import open_ray
+from megarl.cluster.ray_session import lost_ray, open_ray
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import WorkerError
 from megarl.host.janitor import RUN_ID_VARIABLE
@@ -160,6 +161,43 @@ def test_a_node_that_runs_has_time_to_register(
     open_ray(ClusterConfig(start_timeout_s=start_timeout_s), num_cpus=2.0, temp_dir=tmp_path, environment={})
     assert asked == ["here"] * times
     assert services.get_node is get_node
+
+
+def test_a_cluster_that_was_joined_is_lost_when_it_accepts_no_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gcs_server may be away for a while; not when a process has died."""
+    now = [100.0]
+    monkeypatch.setattr(ray_session, "awake_s", lambda: now[0])
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(ray_session, "is_token_auth_enabled", lambda: True)
+    door = tmp_path / "raylet"
+    node = SimpleNamespace(raylet_socket_name=str(door), dead_processes=list)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    with socket.socket(socket.AF_UNIX) as raylet, socket.create_server(("127.0.0.1", 0)) as gcs:
+        raylet.bind(str(door))
+        raylet.listen()
+        port = gcs.getsockname()[1]
+        open_ray(ClusterConfig(address=f"127.0.0.1:{port}"), num_cpus=2.0, temp_dir=None, environment={})
+        assert lost_ray() is None
+        gcs.close()
+        now[0] += 1000.0
+        # Nobody has looked meanwhile.
+        assert lost_ray(patience_s=20.0) is None
+        now[0] += 19.0
+        assert lost_ray(patience_s=20.0) is None
+        assert str(lost_ray()).startswith(f"Ray's gcs_server at 127.0.0.1:{port}, of the cluster at cluster.address, ")
+        with socket.create_server(("127.0.0.1", port)):
+            now[0] += 10.0
+            assert lost_ray(patience_s=20.0) is None
+        now[0] += 3.0
+        assert lost_ray(patience_s=20.0) is None
+        now[0] += 20.0
+        assert "(Connection refused), and no run goes on without it" in str(lost_ray(patience_s=20.0))
+    assert str(lost_ray()).startswith(f"Ray's raylet at {door}, of the cluster at cluster.address, ")
+    open_ray(ClusterConfig(), num_cpus=2.0, temp_dir=tmp_path, environment={})
+    assert lost_ray() is None
 
 
 def test_a_cluster_whose_ray_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
