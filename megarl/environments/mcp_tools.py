@@ -16,7 +16,7 @@ from megarl.environments.base import ENVIRONMENTS, Action
 from megarl.environments.calls import AGENT_THREADS, LateError, LateRun, attempt
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
-from megarl.host.child_environment import asks_proxy
+from megarl.host.child_environment import proxy_of
 from megarl.host.clock import awake_s, finished
 from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text, require_no_secrets
@@ -146,7 +146,7 @@ class _Session:
                 if isinstance(where, str):
                     # Answers are streams, which may be silent for long.
                     timeout = httpx2.Timeout(30.0, read=300.0)
-                    direct = None if asks_proxy(where, f"{KEY}.server") else httpx2.AsyncHTTPTransport()
+                    direct = None if proxy_of(where, f"{KEY}.server") else httpx2.AsyncHTTPTransport()
                     http = await stack.enter_async_context(
                         httpx2.AsyncClient(headers=details, timeout=timeout, event_hooks=BOUNDED, transport=direct)
                     )
@@ -251,7 +251,7 @@ class McpEnvironment(ToolEnvironment):
         """Return the server with what this object was given. Raises ConfigError if the value of a header is not set."""
         if isinstance(self._where, tuple):
             return _Server(self._where, tuple(sorted({**self.process_environment, **self._env}.items())))
-        asks_proxy(self._where, f"{KEY}.server")
+        proxy_of(self._where, f"{KEY}.server")
         if missing := [name for name in self._headers_env.values() if name not in self.process_environment]:
             raise ConfigError(
                 f"{KEY}.headers_env: {missing[0]} is not passed on; export it, and name it in environment.pass_env"

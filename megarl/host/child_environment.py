@@ -5,6 +5,8 @@ hubs, trackers, clouds, and those of Ray and of the run itself) are not on it: a
 needs besides.
 """
 
+import contextlib
+import ipaddress
 import os
 import re
 import sys
@@ -52,20 +54,25 @@ def require_assertions() -> None:
         )
 
 
-def asks_proxy(url: str, key: str) -> bool:
-    """Return whether a client may ask a proxy for a URL, of the setting `key`; ConfigError if httpx lacks a package for
-    it, which it would want for this host, too.
+def proxy_of(url: str, key: str) -> str:
+    """Return the proxy that a client asks for a URL, of the setting `key`; "" if it asks none, as for this host.
+
+    Raises ConfigError if httpx lacks a package for one of the proxies: it opens all of them.
     """
     place, proxies = urlsplit(url), getproxies_environment()
-    if place.hostname in _HERE or proxy_bypass(place.netloc.rpartition("@")[2]):
-        return False
+    host = place.hostname or ""
+    with contextlib.suppress(ValueError):
+        host = "localhost" if ipaddress.ip_address(host).is_loopback else host
+    if host == "localhost" or proxy_bypass(place.netloc.rpartition("@")[2]):
+        return ""
     socks = [name for name in ("http", "https", "all") if proxies.get(name, "").startswith("socks")]
     if socks and find_spec("socksio") is None:
         raise ConfigError(
             f"{key}: {masked(url)} is asked through {socks[0].upper()}_PROXY, a SOCKS proxy, for which the package "
             "socksio is missing; run pip install socksio, or name the host in NO_PROXY"
         )
-    return bool(proxies.keys() - {"no"})
+    proxy = proxies.get(place.scheme) or proxies.get("all", "")
+    return proxy if "://" in proxy or not proxy else f"http://{proxy}"
 
 
 def without_proxy_here() -> dict[str, str]:

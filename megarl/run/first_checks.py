@@ -27,7 +27,7 @@ from megarl.data.sampler import prompt_sampler, require_batch, train_files
 from megarl.data.tokenizer_files import require_tokenizer
 from megarl.environments.base import type_of
 from megarl.errors import ConfigError
-from megarl.host.child_environment import asks_proxy, require_assertions
+from megarl.host.child_environment import proxy_of, require_assertions
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.janitor import HOSTED_RUN_VARIABLE
 from megarl.host.reach import unreached
@@ -235,24 +235,25 @@ def unreached_servers(config: Config, sections: Collection[str]) -> tuple[list[s
     """Connect to the addresses of other programs that some sections name; return mistakes, of settings that lead to
     nobody, and warnings about servers that are not there while others of the same setting are.
 
-    Judges without a trial are left out, and those behind a proxy.
+    Judges without a trial are left out. Of addresses behind a proxy, which only judges may be, the proxy is asked.
     """
-    skipped = {
-        key
-        for name, judge in config.rewards.judges.items()
-        for key in [f"rewards.judges.{name}.endpoint.urls"]
-        if not judge.dry_run or (judge.endpoint.use_proxy and any(asks_proxy(url, key) for url in judge.endpoint.urls))
-    }
+    judges = {f"rewards.judges.{name}.endpoint.urls": judge for name, judge in config.rewards.judges.items()}
+    skipped = {key for key, judge in judges.items() if not judge.dry_run}
     # A job starts Ray and its driver side by side.
     skipped |= {"cluster.address"} if HOSTED_RUN_VARIABLE in os.environ else set()
     mistakes, warnings = list[str](), list[str]()
     for key, addresses in addresses_of(config).items():
         if key in skipped or key.partition(".")[0] not in sections:
             continue
-        missing = unreached(addresses)
+        behind = key in judges and judges[key].endpoint.use_proxy
+        asked = {(behind and proxy_of(address, key)) or address: address for address in addresses}
+        missing = unreached(list(asked))
         told = ", ".join(f"{address} ({why})" for address, why in missing.items())
-        if len(missing) == len(addresses):
-            mistakes.append(f"{key}: nobody accepts connections at {told}; start that program first, or correct {key}")
+        if len(missing) == len(asked):
+            remedy = f"start that program first, or correct {key}"
+            if any(door != address for door, address in asked.items()):
+                remedy = "correct HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, which name it, or name hosts in NO_PROXY"
+            mistakes.append(f"{key}: nobody accepts connections at {told}; {remedy}")
         elif missing:
             warnings.append(f"{key}: nobody accepts connections at {told}; the others get all requests")
     return mistakes, warnings

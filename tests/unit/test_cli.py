@@ -549,6 +549,24 @@ def test_of_several_servers_one_is_enough(closed: str) -> None:
     assert warning.endswith("(Connection refused); the others get all requests")
 
 
+def test_of_a_judge_behind_a_proxy_the_proxy_is_tried(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge on this host is asked directly all the same."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://me:pw@{closed}")
+    key = "rewards.judges.q.endpoint.urls"
+    (mistake,), warnings = unreached_servers(
+        with_overrides(Config(), [CLOSED[key].format("judge.example")]), ["rewards"]
+    )
+    assert mistake.startswith(
+        f"{key}: nobody accepts connections at http://***masked***@{closed} (Connection refused); "
+    )
+    assert mistake.endswith("; correct HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, which name it, or name hosts in NO_PROXY")
+    assert warnings == []
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        here = CLOSED[key].format(f"127.0.0.1:{there.getsockname()[1]}")
+        assert unreached_servers(with_overrides(Config(), [here]), ["rewards"]) == ([], [])
+
+
 def test_a_jobs_own_ray_and_judges_without_a_trial_are_not_waited_for(
     closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from megarl.config.judges import JudgeConfig
 from megarl.errors import ConfigError, LargeReplyError, RunError
-from megarl.host.child_environment import asks_proxy
+from megarl.host.child_environment import proxy_of
 from megarl.host.clock import awake_s
 from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text
@@ -52,10 +53,15 @@ class EndpointCompletions:
         if not api_key:
             raise ConfigError(f"{key}.endpoint.api_key_env: {endpoint.api_key_env} is not set; export the key")
         self._cfg, self._key, self._model = cfg, key, endpoint.model
+        # Servers of the run's own are asked directly.
         others = endpoint.urls if endpoint.use_proxy and not urls else ()
-        asks = any(asks_proxy(url, f"{key}.endpoint.urls") for url in others)
-        direct = None if asks else httpx2.AsyncHTTPTransport(limits=openai.DEFAULT_CONNECTION_LIMITS)
-        self._http = openai.DefaultAsyncHttpxClient(transport=direct, event_hooks=BOUNDED)
+        behind = [url for url in others if proxy_of(url, f"{key}.endpoint.urls")]
+        direct = httpx2.AsyncHTTPTransport(limits=openai.DEFAULT_CONNECTION_LIMITS)
+        self._http = openai.DefaultAsyncHttpxClient(
+            transport=None if behind else direct,
+            mounts={f"all://{urlsplit(url).netloc}": direct for url in endpoint.urls if url not in behind},
+            event_hooks=BOUNDED,
+        )
         self._clients: dict[str, AsyncOpenAI] = {
             url: openai.AsyncOpenAI(
                 base_url=url,

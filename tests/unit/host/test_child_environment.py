@@ -7,9 +7,9 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.host.child_environment import (
-    asks_proxy,
     child_environment,
     limit_environment,
+    proxy_of,
     without_proxy_here,
 )
 
@@ -81,34 +81,38 @@ def test_no_client_asks_a_proxy_for_this_host(given: str | None, url: str, monke
 
 
 @pytest.mark.parametrize(
-    ("url", "given", "asks"),
+    ("url", "given", "proxy"),
     [
-        ("http://judge/v1", {}, False),
-        ("http://judge/v1", {"HTTP_PROXY": "http://proxy:1"}, True),
-        ("http://judge/v1", {"ALL_PROXY": "http://proxy:1", "NO_PROXY": "judge"}, False),
-        ("http://a.judge:8/v1", {"HTTP_PROXY": "http://proxy:1", "NO_PROXY": ".judge"}, False),
-        ("http://localhost:8/v1", {"ALL_PROXY": "socks5://proxy:1"}, False),
-        ("http://judge/v1", {"ALL_PROXY": "socks5://proxy:1", "NO_PROXY": "judge"}, False),
+        ("http://judge/v1", {}, ""),
+        ("http://judge/v1", {"HTTP_PROXY": "http://proxy:1"}, "http://proxy:1"),
+        ("http://judge/v1", {"HTTP_PROXY": "proxy:1"}, "http://proxy:1"),
+        ("http://judge/v1", {"HTTPS_PROXY": "http://proxy:1"}, ""),
+        ("https://judge/v1", {"HTTPS_PROXY": "http://secure:1", "ALL_PROXY": "http://proxy:1"}, "http://secure:1"),
+        ("http://judge/v1", {"ALL_PROXY": "http://proxy:1", "NO_PROXY": "judge"}, ""),
+        ("http://a.judge:8/v1", {"HTTP_PROXY": "http://proxy:1", "NO_PROXY": ".judge"}, ""),
+        ("http://127.0.0.2:8/v1", {"HTTP_PROXY": "http://proxy:1"}, ""),
+        ("http://localhost:8/v1", {"ALL_PROXY": "socks5://proxy:1"}, ""),
+        ("http://judge/v1", {"ALL_PROXY": "socks5://proxy:1", "NO_PROXY": "judge"}, ""),
         ("http://judge/v1", {"ALL_PROXY": "socks5://proxy:1"}, None),
         # httpx opens all of them.
         ("http://judge/v1", {"HTTP_PROXY": "http://proxy:1", "HTTPS_PROXY": "socks5h://proxy:1"}, None),
     ],
 )
 def test_who_is_asked_through_a_proxy(
-    url: str, given: dict[str, str], asks: bool | None, monkeypatch: pytest.MonkeyPatch
+    url: str, given: dict[str, str], proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.upper().endswith("_PROXY")]:
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megarl.host.child_environment.find_spec", lambda _: None)
-    if asks is None:
+    if proxy is None:
         with pytest.raises(
             ConfigError, match=r"^k: http://judge/v1 is asked through .* SOCKS .*; run pip install socksio"
         ):
-            asks_proxy(url, "k")
+            proxy_of(url, "k")
     else:
-        assert asks_proxy(url, "k") is asks
+        assert proxy_of(url, "k") == proxy
 
 
 def test_what_keeps_megarls_processes_from_a_users_files_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
