@@ -9,7 +9,7 @@ from megarl.host.masking import masked_text
 
 # A host that is there answers within milliseconds; one that is not may never do so.
 CONNECT_S = 5.0
-# Of others, those of SOCKS.
+# SOCKS proxies have the port 1080.
 _PORTS = {"http": 80, "https": 443}
 
 

@@ -235,7 +235,7 @@ def unreached_servers(config: Config, sections: Collection[str]) -> tuple[list[s
     """Connect to the addresses of other programs that some sections name; return mistakes, of settings that lead to
     nobody, and warnings about servers that are not there while others of the same setting are.
 
-    Judges without a trial are left out. Of addresses behind a proxy, which only judges may be, the proxy is asked.
+    Judges without a trial are left out. Judges behind a proxy count as there if the proxy is.
     """
     judges = {f"rewards.judges.{name}.endpoint.urls": judge for name, judge in config.rewards.judges.items()}
     skipped = {key for key, judge in judges.items() if not judge.dry_run}
