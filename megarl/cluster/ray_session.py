@@ -34,9 +34,8 @@ from megarl.host.temp_dir import RAY_DIRECTORY
 TRIES, END_S = 3, 5.0
 # How often to look for a host that has not joined yet.
 POLL_S = 0.2
-# Without these of Ray's processes nothing goes on. A driver that they leave behind is ended by Ray itself, without a
-# word, as soon as 60 s later.
-_ESSENTIAL = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+# Without these of Ray's processes nothing goes on. Ray itself ends a driver that they leave behind, without a word.
+RAYLET, GCS = ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER
 # How often to look whether those of a joined cluster still listen, and how long a gcs_server may take to come back.
 LOOK_S, GONE_S = 2.0, 20.0
 
@@ -145,7 +144,7 @@ def lost_ray(*, patience_s: float = 0.0) -> str | None:
     """
     node, now = ray._private.worker._global_node, awake_s()
     for kind, process in () if node is None else node.dead_processes():
-        if kind in _ESSENTIAL:
+        if kind in (RAYLET, GCS):
             code = process.returncode
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return (
@@ -153,7 +152,8 @@ def lost_ray(*, patience_s: float = 0.0) -> str | None:
                 "somebody or the kernel's out-of-memory killer (dmesg) ended it, then --resume; see RUN/logs"
             )
     for door in _doors:
-        if patience_s and now < door.asked + LOOK_S:
+        # A raylet would log every question; where it ends, processes die, and then it is asked.
+        if patience_s and (door.kind == RAYLET or now < door.asked + LOOK_S):
             continue
         door.asked, reason = now, why_not(door.address, within_s=1.0)
         door.closed_since = min(door.closed_since, now) if reason else math.inf
@@ -173,8 +173,8 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
     try:
         _wait_for_port(address, awake_s() + wait_s)
         _connect(environment, address=address)
-        places = (ray._private.worker._global_node.raylet_socket_name, address)
-        _doors.extend(_Door(kind=kind, address=place) for kind, place in zip(_ESSENTIAL, places, strict=True))
+        raylet = ray._private.worker._global_node.raylet_socket_name
+        _doors.extend([_Door(kind=RAYLET, address=raylet), _Door(kind=GCS, address=address)])
     except Exception as error:
         raise WorkerError(
             f"cluster.address: no Ray cluster at {address} within {wait_s:g} s "

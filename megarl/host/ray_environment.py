@@ -17,6 +17,8 @@ RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     # How long the first of Ray's processes may take to come up on a busy machine; by default 30 s.
     "RAY_gcs_server_port_wait_time_s": "120",
+    # Ray would end the driver 60 s after the loss of the gcs_server, while the run still tells trackers how it ended.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     # A worker per CPU would start first, and none of them would fit: all of megarl's have an environment of their own.
     "RAY_prestart_worker_first_driver": "0",
 }

@@ -22,6 +22,7 @@ from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.streams import warnings
 from megarl.host.unicode import readable, visible
 from megarl.host.writing import dispensable, writing
+from megarl.record.activity import doing
 from megarl.record.json_lines import append_lines, iterate_lines, open_lines
 
 # The file that makes a checkpoint complete.
@@ -239,7 +240,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         # At once: services that do not answer are waited for together.
-        with ThreadPoolExecutor(max(1, len(self._sinks))) as threads:
+        with doing("closing metrics and trackers"), ThreadPoolExecutor(max(1, len(self._sinks))) as threads:
             list(threads.map(lambda sink: sink.close(outcome_of(error)), self._sinks))
 
 

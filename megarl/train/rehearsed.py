@@ -81,7 +81,7 @@ def defined(function: object) -> str:
 
 def try_parts(trial: "Trial", teller: Teller) -> None:
     """Call the parts of algorithms that plugins register: those that the configuration chooses, or every one."""
-    with teller.trying("algo.plugins"):
+    with teller.trying(", ".join(trial.config.algo.plugins) or "algo.plugins"):
         use_plugins_of(trial.config)
     if not (registered := registrations()):
         return
