@@ -2,13 +2,14 @@
 
 A round takes three turns. Before a sync, every engine answers a few prompts, so that its prefix cache holds their keys.
 When it samples with the new weights, it answers them again, as ordinary requests. Before the next update, the trainer
-computes the log-probs of these answers, under the version that the engines claim.
+computes the log-probs of these answers, under the version that the engines claim. Few tokens may differ much by chance,
+as where a router's choice flips: only what a second, other answer shows too ends a run.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from megarl.errors import MismatchError, WeightSyncError, WorkerError
 from megarl.host.clock import awake_s
 from megarl.host.writing import dispensable, replacing
 from megarl.record.metrics import RunPaths
-from megarl.rollout.canary import block_tokens, canary_requests, held_digests
+from megarl.rollout.canary import NUM_PROMPTS, block_tokens, canary_requests, held_digests
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.vllm_source import extended
@@ -77,6 +78,10 @@ class EngineFinding:
     @property
     def mean(self) -> float:
         return sum(self.means) / len(self.means)
+
+    def is_of_another_version(self, version: int) -> bool:
+        """Whether the engine answered by older weights or keys, as it says itself."""
+        return self.claims != (version,) or self.num_cached > 0
 
     def problems(self, version: int) -> list[str]:
         """Say what is wrong with an engine that was sent the weights of `version`; nothing: an empty list."""
@@ -152,7 +157,7 @@ class Canary:
             self._requests = canary_requests(prompts, block=block, room=self.room, temperature=self.temperature)
             self._first, self._began_s = version, began
         if self._requests:
-            self._ask()
+            self._ask(self._requests)
             self._primed = version
         self._count(began)
 
@@ -160,7 +165,7 @@ class Canary:
         """Let engines that sample with `version` answer, if their caches were filled before its sync."""
         if version == self._primed:
             began, self._primed = awake_s(), None
-            self._answers = self._ask()
+            self._answers = self._ask(self._requests)
             self._count(began)
 
     def check(self, version: int, step: int) -> dict[str, float]:
@@ -174,15 +179,16 @@ class Canary:
         if not self._answers:
             return {}
         began, answers, self._answers = awake_s(), self._answers, {}
-        rows = {engine: self._rows(engine, completions) for engine, completions in answers.items()}
-        self.enter(self.passes.phase)
-        logprobs = iter(self.passes.forward([row for each in rows.values() for row in each], step=step)["logprobs"])
-        found = {
-            engine: EngineFinding.of(each, [next(logprobs) for _ in each], answers[engine], self.limit)
-            for engine, each in rows.items()
-        }
+        found = self._compared(self._requests, answers, step)
         if any(each.problems(version) for each in found.values()):
-            raise MismatchError(self._explained(version, found))
+            if not any(each.is_of_another_version(version) for each in found.values()):
+                others = [
+                    replace(each, seed=each.seed + NUM_PROMPTS, cache_salt=f"{each.cache_salt}, version {version}")
+                    for each in self._requests
+                ]
+                found = self._compared(others, self._ask(others), step)
+            if any(each.problems(version) for each in found.values()):
+                raise MismatchError(self._explained(version, found))
         self._count(began)
         step_s = (awake_s() - self._began_s - self._spent_s) / (version + 1 - self._first)
         every = self.every or syncs_apart(self._round_s, step_s)
@@ -203,17 +209,20 @@ class Canary:
         seconds = awake_s() - began
         self._round_s, self._spent_s = self._round_s + seconds, self._spent_s + seconds
 
-    def _ask(self) -> dict[int, list[Completion]]:
+    def _ask(self, requests: list[GenerationRequest]) -> dict[int, list[Completion]]:
         self.enter(offloading.GENERATE)
-        return self.engines.ask_each(partial(VllmEngine.generate, requests=self._requests), doing="asking the canary")
+        return self.engines.ask_each(partial(VllmEngine.generate, requests=requests), doing="asking the canary")
 
-    def _rows(self, engine: int, completions: Sequence[Completion]) -> list[Row]:
-        rows = []
-        for asked, completion in zip(self._requests, completions, strict=True):
-            given, cut = prompt_segment(asked.token_ids, asked.images), FinishReason.ABORT
-            sample = Sample(uid=asked.whose, sample_index=engine, seed=asked.seed, segments=(given,), finish_reason=cut)
-            rows.append(row_from_sample(extended(sample, completion)))
-        return rows
+    def _compared(
+        self, requests: Sequence[GenerationRequest], answers: Mapping[int, Sequence[Completion]], step: int
+    ) -> dict[int, EngineFinding]:
+        rows = {engine: _rows(engine, requests, completions) for engine, completions in answers.items()}
+        self.enter(self.passes.phase)
+        logprobs = iter(self.passes.forward([row for each in rows.values() for row in each], step=step)["logprobs"])
+        return {
+            engine: EngineFinding.of(each, [next(logprobs) for _ in each], answers[engine], self.limit)
+            for engine, each in rows.items()
+        }
 
     def _explained(self, version: int, found: Mapping[int, EngineFinding]) -> str:
         """Write what was found, and digests of live engines, to the file; return all of it in words."""
@@ -240,6 +249,15 @@ class Canary:
             f"on. {self.file} has the digests of all weights. Resume the run, whose engines then start anew; if it "
             f"happens again, sync.verify=true compares every tensor as it is sent (sync.canary_every=0 looks no more)"
         )
+
+
+def _rows(engine: int, requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> list[Row]:
+    rows = []
+    for asked, completion in zip(requests, completions, strict=True):
+        given, cut = prompt_segment(asked.token_ids, asked.images), FinishReason.ABORT
+        sample = Sample(uid=asked.whose, sample_index=engine, seed=asked.seed, segments=(given,), finish_reason=cut)
+        rows.append(row_from_sample(extended(sample, completion)))
+    return rows
 
 
 def open_canary(

@@ -112,8 +112,11 @@ class Run:
     errors: dict[int, float] = field(default_factory=dict)
     version: int = 0
     num_cached: int = 0
+    # In how many of the next answers `errors` show; None: in all.
+    num_wrong: int | None = None
     now: float = 0.0
     calls: list[str] = field(default_factory=list)
+    asked: list[tuple[int, str | None]] = field(default_factory=list)
     refuses: bool = False
     digest: int = 7
     phase: offloading.Phase = PHASE
@@ -142,10 +145,14 @@ class Run:
         assert isinstance(method, partial)
         self.calls.append(f"ask {self.version}")
         self.now += 1.0
+        requests = method.keywords["requests"]
+        self.asked.append((requests[0].seed, requests[0].cache_salt))
+        errors = {} if self.num_wrong == 0 else self.errors
+        self.num_wrong = self.num_wrong and self.num_wrong - 1
         return {
             engine: [
-                answer([-1.0 + self.errors.get(engine, 0.0)] * 4, version=self.version, num_cached=self.num_cached)
-                for _ in method.keywords["requests"]
+                answer([-1.0 + errors.get(engine, 0.0)] * 4, version=self.version, num_cached=self.num_cached)
+                for _ in requests
             ]
             for engine in (0, 1)
         }
@@ -236,6 +243,20 @@ def test_an_engine_beyond_the_limit_ends_the_step(run: Run, error: float, fails:
     assert written["engines"]["1"]["held"] == [{"w": 7}]
     assert written["engines"]["1"]["sent_again"] == [{"w": 8}]
     assert written["engines"]["0"]["held"] == written["engines"]["0"]["sent_again"]
+
+
+def test_what_a_second_answer_does_not_show_was_chance(run: Run) -> None:
+    """It is drawn by other seeds, and what the first one left in the cache is not taken."""
+    canary = run.canary(every=1)
+    run.step(canary, 1)
+    run.errors[1], run.num_wrong = 1.0, 1
+    run.calls.clear()
+    assert run.step(canary, 2)["canary/max_abs_diff"] == 0.0
+    assert run.calls[-4:] == ["generate", "ask 1", "score actor", "forward 2"]
+    assert run.asked[-1] == (4, "canary 0, version 1")
+    run.num_wrong = None
+    with pytest.raises(MismatchError, match="engine 1 differs from the trainer by 1 nats"):
+        run.step(canary, 3)
 
 
 def test_engines_that_slept_have_no_digests(run: Run) -> None:
