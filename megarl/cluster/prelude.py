@@ -43,7 +43,7 @@ class Prelude:
             self.environment["TMPDIR"] = str(self.janitor.temp_dir)
         kinds = [kind for kind, wanted in {"rank": with_trainer, "engine": with_engine}.items() if wanted]
         self._servers: ForkServers | None = None
-        if cluster.address is None and self.janitor.temp_dir is not None and platform().name == "cpu":
+        if kinds and cluster.address is None and self.janitor.temp_dir is not None and platform().name == "cpu":
             self._servers = ForkServers(self.janitor.temp_dir, "megarl.cluster.preload", kinds, self.environment)
         self._is_closed = False
 
