@@ -60,7 +60,7 @@ def plan_shard(
             num_micro_batches=num_micro_batches,
             dtype_bytes=dtype_bytes,
         )
-        activations += _image_bytes(role, spec, stage, num_tokens, backward=True) * min(layout.pp, num_micro_batches)
+        activations += _image_bytes(role, spec, stage, num_tokens, num_backward=min(layout.pp, num_micro_batches))
     return ShardPlan(
         role=role.role.value,
         stage=stage,
@@ -84,16 +84,18 @@ def _forward_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int,
     one_layer = bytes_of.layer_activation_bytes(
         spec.dims, role.layout, num_tokens=num_tokens, dtype_bytes=DTYPE_BYTES[role.model.dtype]
     )
-    images = _image_bytes(role, spec, stage, num_tokens, backward=False)
+    images = _image_bytes(role, spec, stage, num_tokens)
     return max(one_layer, images) + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=paired)
 
 
-def _image_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, backward: bool) -> int:
-    """Return what a tower takes for a micro-batch of images alone; it is whole on each rank."""
+def _image_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, num_backward: int = 0) -> int:
+    """Return what a tower takes for micro-batches of images alone; it is whole on each rank. num_backward: those that
+    wait for backward.
+    """
     if spec.tower is None or stage:
         return 0
-    part = spec.tower.part if backward else "none"
-    return DTYPE_BYTES[role.model.dtype] * spec.tower.work.num_kept(num_tokens, part)
+    part = spec.tower.part if num_backward else "none"
+    return DTYPE_BYTES[role.model.dtype] * spec.tower.work.num_kept(num_tokens, part, max(1, num_backward))
 
 
 def _head_bytes(

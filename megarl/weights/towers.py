@@ -72,11 +72,13 @@ class TowerWork:
         inner = 2 * num * self.per_patch + 4 * self.width * attended
         return factors[0] * inner + factors[1] * 2 * num_features * self.per_feature
 
-    def num_kept(self, num_features: int, part: TowerPart) -> int:
-        """Count the elements that a pass over images with so many features keeps for backward, or has at a time."""
+    def num_kept(self, num_features: int, part: TowerPart, num_passes: int = 1) -> int:
+        """Count the elements that so many passes, each over images with so many features, keep for backward; what is
+        not trained keeps none, and has those of one layer at a time.
+        """
         per_layer = self.kept_per_patch // max(1, len(self.windows))
-        inner = self.patches * (self.kept_per_patch if part == "all" else per_layer)
-        return num_features * (inner + self.kept_per_feature)
+        inner = self.patches * (num_passes * self.kept_per_patch if part == "all" else per_layer)
+        return num_features * (inner + self.kept_per_feature * (1 if part == "none" else num_passes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,7 +181,7 @@ def test_kv_cache(small: ModelSpec) -> None:
 
 def test_a_tower_takes_memory_on_the_first_stage(small: ModelSpec) -> None:
     """All of 16 tokens may show images: 2 bytes of 4·20 + 10 elements each, or half of the 20 at a time;
-    two micro-batches are in flight.
+    two micro-batches are in flight, for which only what is trained keeps any.
     """
     work = TowerWork(
         patches=4, per_patch=1, per_feature=1, kept_per_patch=20, kept_per_feature=10, windows=(None, None), width=1
@@ -199,4 +199,6 @@ def test_a_tower_takes_memory_on_the_first_stage(small: ModelSpec) -> None:
     assert first.forward == max(texts.forward, 2 * 16 * (4 * 10 + 10))
     assert last == texts_last
     (frozen, _) = shards(replace(tower, part="none"))
-    assert frozen.activations - texts.activations == 2 * 2 * 16 * (4 * 10 + 10)
+    assert frozen.activations - texts.activations == 2 * 16 * (4 * 10 + 10)
+    (projector, _) = shards(replace(tower, part="projector"))
+    assert projector.activations - texts.activations == 2 * 16 * (4 * 10 + 2 * 10)
