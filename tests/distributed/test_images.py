@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.config.vision import TowerPart, VisionConfig
 from megarl.convert.commands import mcore_to_hf
@@ -18,12 +19,16 @@ from megarl.convert.engine import ConvertSettings
 from megarl.convert.verify import verify
 from megarl.types import Row
 from megarl.types.messages import Vision
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from megarl.weights.shards import num_stage_parameters
-from tests.helpers.family_parity import assert_rows, run_ranks
+from tests.distributed.test_adapters import assembled
+from tests.helpers.adapter_ranks import AdapterCase, run_adapters
+from tests.helpers.family_parity import assert_rows, run_ranks, split_rows
 from tests.helpers.hf_models import assert_same_tensors, read_tensors
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.requests import update_request, with_advantages
 from tests.helpers.tower_training import TowerCase, train_or_read
 from tests.helpers.vision import VISION, Answers, ask_transformers, ask_with_stray_placeholders
 
@@ -149,6 +154,34 @@ def test_a_frozen_tower_reads_images_and_is_not_among_the_weights(
     assert got.keys() == {name for name in read_tensors(expected.path) if not name.startswith("model.visual.")}
     squares = sum(float(expected.gradients[name].double().square().sum()) for name in got)
     assert found.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_adapters_of_the_language_model_learn_beside_a_frozen_tower(pool: GetPool, answers: GetAnswers) -> None:
+    """With B = 0 the model is transformers', and where a weight's gradient is dW, that of B is s·dW·Aᵀ."""
+    expected, layout = answers("qwen3_vl"), LAYOUTS["tp2-sp"]
+    lora, rows = LoraConfig(rank=4, alpha=8.0), with_advantages(expected.rows)
+    case = AdapterCase(
+        model=ModelConfig(path=str(expected.path), dtype="float32", vocab_multiple=4),
+        actor=ActorConfig(
+            layout=layout, lora=lora, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad_norm=1e9)
+        ),
+        rows=rows,
+        micro_batches=split_rows(len(rows), 1),
+        request=update_request(rows, lr=1e-3),
+        vision=Vision(store=expected.store),
+    )
+    outcomes = pool(2).run(run_adapters, case)
+    assert_rows("log-probs", [each.logprobs for each in outcomes], expected.logprobs)
+    shapes = adapter_spec(read_model_spec(expected.path, tower="none"), lora).expected_tensors()
+    after, gradients = (assembled(outcomes, shapes, what) for what in ("after", "gradients"))
+    names = [name.removesuffix(".lora_B.weight") for name in shapes if name.endswith(".lora_B.weight")]
+    assert len(names) == 4 * 7
+    for name in names:
+        # A has no gradient, and stays what it was.
+        wanted = 2.0 * expected.gradients[f"{name}.weight"] @ after[f"{name}.lora_A.weight"].T
+        error, largest = float((gradients[f"{name}.lora_B.weight"] - wanted).abs().max()), float(wanted.abs().max())
+        assert error <= TOLERANCE * largest, f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
+    assert [name for each in outcomes for name in each.changed] == []
 
 
 def test_a_placeholder_that_the_policy_samples_is_a_token_like_any_other(

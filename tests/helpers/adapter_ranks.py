@@ -10,7 +10,7 @@ import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.types import FloatArray, Row
-from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, UpdateRequest
+from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, UpdateRequest, Vision
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -30,6 +30,7 @@ class AdapterCase:
     load: str = ""
     save: str = ""
     weight_files: Sequence[str] = ()
+    vision: Vision | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,8 @@ def run_adapters(context: RankContext, case: AdapterCase) -> AdapterOutcome:
     # Megatron forks a writer of checkpoints.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     worker = join_layout(context, case.actor.layout)
-    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
+    role = RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor, vision=case.vision)
+    worker.load(LoadRequest(roles=(role,), seed=0))
     loaded = worker.roles[Role.ACTOR]
     assert loaded.adapters is not None
     frozen = [named for chunk in loaded.chunks for named in named_shards(chunk)]
