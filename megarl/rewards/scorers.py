@@ -166,7 +166,7 @@ def _form_of(character: str) -> str:
     return form if form.isascii() or len(form) > 1 else _FORMS.get(unicodedata.category(form), form)
 
 
-@SCORERS.register("megarl/sums", "megarl/calculator", **AFTER_MARK)
+@SCORERS.register("megarl/sums", "megarl/calculator", "megarl/squares", **AFTER_MARK)
 def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, object]) -> Reward:
     """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0.
 

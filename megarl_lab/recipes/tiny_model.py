@@ -6,13 +6,16 @@ A few words of the chat format are tokens of their own, to keep prompts short.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.errors import ConfigError
 from megarl.host.sharing import obey_umask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PAD = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -54,15 +57,7 @@ class TinyModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "ffn_size",
-            "max_positions",
-        ):
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "max_positions"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected >= 1")
         if self.num_heads % self.num_kv_heads:
@@ -74,6 +69,22 @@ class TinyModelConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
 
+    def of_language_model(self, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+        """Return the settings that transformers' configs of language models share."""
+        return {
+            "vocab_size": len(tokenizer),
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn_size,
+            "max_position_embeddings": self.max_positions,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+
 
 def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> int:
     """Write a model directory (config, safetensors, tokenizer, generation config); return the number of parameters."""
@@ -81,21 +92,10 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> 
     # Imported here: it takes two seconds, which makers of tokenizers alone need not wait.
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    sizes = config.of_language_model(tokenizer)
     hf_config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.ffn_size,
-        max_position_embeddings=config.max_positions,
-        max_window_layers=config.num_layers,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **sizes, max_window_layers=config.num_layers, rope_parameters=rope, tie_word_embeddings=config.tied
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -106,8 +106,10 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> 
     return sum(p.numel() for p in model.parameters())
 
 
-def make_byte_tokenizer() -> PreTrainedTokenizerBase:
+def make_byte_tokenizer() -> "PreTrainedTokenizerBase":
     """Make a tokenizer with a token for each byte, 3 special tokens and 5 whole words; its chat template is ChatML."""
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
