@@ -233,6 +233,8 @@ class Cluster:
                 config=config.environment,
                 max_prompt_tokens=config.data.max_prompt_tokens,
                 marks_texts=config.algo.echo_coef > 0,
+                form=config.data,
+                store=config.image_store,
             )
             self.engines.environment_workers = EnvironmentWorkers(
                 spec, timeout_s=config.cluster.start_timeout_s, trouble=self.engines.trouble

@@ -6,10 +6,10 @@ from megarl.errors import ConfigError
 
 
 def check_no_images(config: Config) -> None:
-    """Raise ConfigError for a command that reads texts alone, if the data are to have images."""
+    """Raise ConfigError for a reward model's training, if its pairs are to have images."""
     if config.data.image_key is not None:
         raise ConfigError(
-            f"data.image_key: got {config.data.image_key}, but only megarl train, sft and eval read images; set it to "
+            f"data.image_key: got {config.data.image_key}, but a reward model reads conversations as texts; set it to "
             "null, and leave out rows with images"
         )
 
@@ -18,7 +18,6 @@ def check_images(config: Config, *, trains: bool = True) -> None:
     """Raise ConfigError for images that a part of a run would not read, and for a tower that is trained on none."""
     blind = {
         "a reward model, which reads conversations as texts": config.rewards.uses("model"),
-        "environment.default, whose replies are texts": config.environment.default is not None,
         "algo.cpo.method, whose hints make other prompts": trains and config.algo.cpo.method != "none",
         "algo.distill.teacher=hint, which makes other prompts": trains and config.algo.distill.teacher == "hint",
         "a teacher behind a server, which gets token ids alone": trains

@@ -12,7 +12,6 @@ from megarl.data.thoughts import after_prompt, has_thought
 from megarl.data.tokenizer_files import check_copies, parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
-from megarl.types.turns import IMAGE_MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,10 +173,8 @@ def render_chats(
 def _as_turn(message: Message) -> dict[str, object]:
     """Return a turn as templates take it: one with images as a list of parts."""
     turn: dict[str, object] = {**message.as_dict()}
-    if message.has_images:
-        first, *texts = ({"type": "text", "text": text} for text in message.content.split(IMAGE_MARK))
-        parts = [first, *(part for text in texts for part in ({"type": "image"}, text))]
-        turn["content"] = [part for part in parts if part.get("text") != ""]
+    if message.images:
+        turn["content"] = message.parts(lambda image: {"type": "image"})
     return turn
 
 

@@ -99,7 +99,7 @@ class SftDataset:
             if self._images is None:
                 yield ids, mask, ()
             else:
-                found = self._images.expand(ids, messages[:num_turns], record.images, where)
+                found = self._images.expand(ids, messages[:num_turns], where)
                 # Nothing is trained to write an image.
                 yield found.token_ids, [i >= 0 and mask[i] for i in found.origins], found.images
 

@@ -4,7 +4,8 @@ import base64
 import binascii
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +23,10 @@ from megarl.vision.reader import ImageReader, open_image
 from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
 
-# Keys of a part of a turn that hold its image, by the names that OpenAI and others give them.
-_PART_KEYS = ("image_url", "image", "url", "path", "bytes")
+# Types of parts that show an image, and the keys that hold it, by the names that OpenAI and others give them.
+_KINDS = ("image", "image_url", "input_image")
+_PART_KEYS = ("image_url", "image", "source", "data", "url", "path", "bytes")
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Expanded(NamedTuple):
@@ -79,10 +82,21 @@ class DataImages:
             self.reader.store.put(image)
         return digest
 
-    def expand(
-        self, token_ids: Sequence[int], messages: Sequence[Message], digests: Sequence[str], where: str
-    ) -> Expanded:
-        """Write what a model reads of a chat's images in the place of their marks. digests: of these and further ones.
+    def read(self, value: object) -> str:
+        """Return the digest of an image of a reply, which is then kept; DataError if it cannot be read."""
+        if isinstance(value, str) and _DIGEST.fullmatch(value):
+            self._size(value)
+            return value
+        return self.add(_bytes_of(value, "an image of a reply", None), "an image of a reply")
+
+    def _size(self, digest: str) -> tuple[int, int]:
+        """Return the width and the height of an image, which another process may have kept."""
+        if digest not in self._sizes:
+            self._sizes[digest] = open_image(self.reader.store.read(digest)).size
+        return self._sizes[digest]
+
+    def expand(self, token_ids: Sequence[int], messages: Sequence[Message], where: str) -> Expanded:
+        """Write what a model reads of a chat's images in the place of their marks.
 
         Raises DataError, which names the row, for a text that has the model's own mark, and for a template that does
         not write one for each image.
@@ -94,10 +108,10 @@ class DataImages:
                 f"{where}: turn {turn} of the role {messages[turn].role} has {own}, with which the model marks images; "
                 f"write {IMAGE_MARK} in the place of each image, and remove other marks"
             )
-        num_images = sum(each.content.count(IMAGE_MARK) for each in messages if each.has_images)
-        if (count := list(token_ids).count(mark)) != num_images:
+        digests = [str(image) for each in messages for image in each.images]
+        if (count := list(token_ids).count(mark)) != len(digests):
             raise DataError(
-                f"{where}: the chat template writes {count} marks {own} for {num_images} images; give the model the "
+                f"{where}: the chat template writes {count} marks {own} for {len(digests)} images; give the model the "
                 "template that it was published with"
             )
         ids, origins, images, left = list[int](), list[int](), list[RowImage](), iter(digests)
@@ -107,7 +121,7 @@ class DataImages:
             if token == mark:
                 digest = next(left)
                 try:
-                    found = self.reader.measure(size := self._sizes[digest])
+                    found = self.reader.measure(size := self._size(digest))
                 except ValueError as error:  # of a processor, for a picture that is very narrow
                     refusal = f"the model's processor refuses {size[0]} × {size[1]} pixels: {reason_of(error)}"
                     raise DataError(f"{where}: image {len(images)}: {refusal}; leave it out") from error
@@ -120,7 +134,7 @@ class DataImages:
 
 
 class RowsImages:
-    """The images of one row, in the order of the marks in its texts. `digests`: those of the texts read so far.
+    """The images of one row, in the order of the marks in its texts.
 
     listed: the values of the row's column. directory: that of its file.
     """
@@ -128,29 +142,32 @@ class RowsImages:
     def __init__(self, data: DataImages, where: str, directory: Path, listed: Sequence[object]) -> None:
         self._data, self._where, self._directory, self._listed = data, where, directory, listed
         self._left, self._num_marks = iter(listed), 0
-        self.digests: list[str] = []
+        self._digests: list[str] = []
 
-    def text(self, content: object, place: str) -> tuple[object, bool]:
-        """Return a turn's text, and whether its marks stand for images; that of a list of parts, in OpenAI's form.
+    def again(self) -> "RowsImages":
+        """Return the images of the row for a further text that shows all of them."""
+        return RowsImages(self._data, self._where, self._directory, self._listed)
+
+    def text(self, content: object, place: str) -> tuple[object, tuple[str, ...]]:
+        """Return a turn's text, and the digests for which its marks stand; that of a list of parts, in OpenAI's form.
 
         Anything else is returned as it is. DataError names the place of an image that cannot be read.
         """
-        num_before = len(self.digests)
+        num_before = len(self._digests)
         if isinstance(content, list):
             texts = [self._part(part, f"{place}[{i}]") for i, part in enumerate(content)]
             content = "".join(texts)
         elif isinstance(content, str):
             self._take(content.count(IMAGE_MARK))
-        return content, len(self.digests) > num_before
+        return content, tuple(self._digests[num_before:])
 
-    def require_all(self) -> tuple[str, ...]:
-        """Return the digests of all images; DataError unless each image has its mark and each mark its image."""
+    def require_all(self) -> None:
+        """Raise DataError unless each image has its mark and each mark its image."""
         if self._num_marks != len(self._listed):
             raise DataError(
                 f"{self._where}: its texts have {self._num_marks} marks {IMAGE_MARK} for {len(self._listed)} images of "
                 f"{self._data.form.image_key}; write one where each image stands"
             )
-        return tuple(self.digests)
 
     def _part(self, part: object, place: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -159,41 +176,65 @@ class RowsImages:
         if kind == "text" and isinstance(text := given.get("text"), str):
             self._take(text.count(IMAGE_MARK))
             return text
-        if kind not in ("image", "image_url", "input_image"):
+        if kind not in _KINDS:
             raise DataError(f"{place} is {part!s:.60}, expected a part of type text, image or image_url")
         value = next((given[key] for key in _PART_KEYS if key in given), None)
         if value is None:
             self._take(1)
         else:
-            self.digests.append(self._data.add(self._bytes(value, place), place))
+            self._digests.append(self._data.add(_bytes_of(value, place, self._directory), place))
         return IMAGE_MARK
 
     def _take(self, count: int) -> None:
         """Read the next images of the column, as many as there are marks."""
         for _, value in zip(range(count), self._left, strict=False):
             place = f"{self._where}: {self._data.form.image_key}[{self._num_marks}]"
-            self.digests.append(self._data.add(self._bytes(value, place), place))
+            self._digests.append(self._data.add(_bytes_of(value, place, self._directory), place))
         self._num_marks += count
 
-    def _bytes(self, value: object, place: str) -> bytes:
-        """Return the bytes of an image: of a struct of Hugging Face, a data URL, base64, or the file of that name."""
-        if isinstance(value, Mapping):
-            value = next((value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None)
-        if isinstance(value, bytes):
-            return value
-        if not isinstance(value, str) or not value:
-            raise DataError(f"{place} is {value!r:.60}, expected the bytes of an image, its path, or a data URL")
-        if value[:8].lower().startswith(("http://", "https://")):
-            raise DataError(
-                f"{place} is {value!r:.60}: a run fetches no images, which may change or vanish; write their bytes"
-            )
-        head, comma, text = value.partition(",")
-        is_url = head.startswith("data:") and bool(comma)
-        if not is_url and os.path.isfile(file := self._directory / value):
-            return file.read_bytes()
-        try:
-            return base64.b64decode(text if is_url else value, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise DataError(
-                f"{place} is {value!r:.60}, neither base64 nor a file of {self._directory}; write one of these"
-            ) from error
+
+def shows_image(part: object) -> bool:
+    """Return whether a part of a turn or of a tool's result shows an image."""
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def read_parts(parts: Sequence[Mapping[str, object]], read: Callable[[object], str]) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a reply's parts, with a mark for each image, and what `read` returns of the images.
+
+    Other marks in the texts get a space, so that they stay text.
+    """
+    images = [
+        read(next((part[key] for key in _PART_KEYS if part.get(key) is not None), None))
+        for part in parts
+        if shows_image(part)
+    ]
+    stays = f"< {IMAGE_MARK[1:]}" if images else IMAGE_MARK
+    texts = (
+        IMAGE_MARK if shows_image(part) else str(part.get("text", "")).replace(IMAGE_MARK, stays) for part in parts
+    )
+    return "".join(texts), tuple(images)
+
+
+def _bytes_of(value: object, place: str, directory: Path | None) -> bytes:
+    """Return the bytes of an image: of a struct, a data URL, base64, or the file of that name in a directory."""
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "url", "path", "data") if value.get(key) is not None), None)
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{place} is {value!r:.60}, expected the bytes of an image, its path, or a data URL")
+    if value[:8].lower().startswith(("http://", "https://")):
+        raise DataError(
+            f"{place} is {value!r:.60}: a run fetches no images, which may change or vanish; write their bytes"
+        )
+    head, comma, text = value.partition(",")
+    is_url = head.startswith("data:") and bool(comma)
+    if not is_url and directory is not None and os.path.isfile(file := directory / value):
+        return file.read_bytes()
+    try:
+        return base64.b64decode(text if is_url else value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        beside = "" if directory is None else f" nor a file of {directory}"
+        raise DataError(
+            f"{place} is {value!r:.60}, neither a data URL nor base64{beside}; write one of these"
+        ) from error

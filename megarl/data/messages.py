@@ -45,8 +45,8 @@ def read_messages(
     if text_role and isinstance(value, str):
         if value.startswith("["):
             require_text(value, f"{where}: {name}")
-        has_images = images is not None and images.text(value, f"{where}: {name}")[1]
-        return (Message(role=text_role, content=value, has_images=has_images),)
+        shown = () if images is None or text_role == "assistant" else images.text(value, f"{where}: {name}")[1]
+        return (Message(role=text_role, content=value, images=shown),)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__
         raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}; {REPAIR}")
@@ -61,12 +61,12 @@ def read_messages(
             raise DataError(f"{place}: {min(unread)} is not read here; {UNREAD_TURN_KEYS[min(unread)]}")
         item = _as_openai_turn(item, place)
         given = {key: text_of(item, key, place) for key in _SHOWN if item.get(key)}
-        content, has_images = item.get("content"), False
+        content, shown = item.get("content"), tuple[str, ...]()
         if images is not None:
-            content, has_images = images.text(content, f"{place}: content")
+            content, shown = images.text(content, f"{place}: content")
         text = text_of({"content": content}, "content", place)
-        message = Message(role=text_of(item, "role", place), content=text, has_images=has_images, **given)
-        if has_images and message.role == "assistant":
+        message = Message(role=text_of(item, "role", place), content=text, images=shown, **given)
+        if shown and message.role == "assistant":
             raise DataError(f"{place}: an answer shows an image, but models write texts alone; write it without")
         if message.name and message.role == "assistant":
             raise DataError(f"{place}: the policy writes no name before an answer; remove name, or rename the role")

@@ -59,8 +59,6 @@ def read_prompt(
     one.
     """
     record, name = parse_prompt(row, where, form, images), environment_of(row, where, environment)
-    if name and record.images:
-        raise DataError(f"{where}: shows images, which the environment {name} cannot read; leave one of the two out")
     if not name:
         if record.extra_info.get("need_tools_kwargs"):
             raise DataError(f"{where}: extra_info: need_tools_kwargs asks for tools; set environment.default to theirs")
@@ -157,7 +155,7 @@ class PromptDataset:
         """Return a prompt's tokens with those of its images, and note these."""
         if self.images is None:
             return ids
-        expanded = self.images.expand(ids, record.messages, record.images, self._files.where(index))
+        expanded = self.images.expand(ids, record.messages, self._files.where(index))
         if expanded.images:
             self._shown[index] = expanded.images
         return expanded.token_ids

@@ -47,7 +47,6 @@ class PromptRecord:
     """One parsed prompt row; `ground_truth` may be empty if a reward model judges responses (style "model").
 
     label: the ground truth as the row has it. indexed: the column of choices of which it may be an index; empty: none.
-    images: the digests of those that its marks stand for.
     """
 
     messages: tuple[Message, ...]
@@ -56,19 +55,14 @@ class PromptRecord:
     label: object
     extra_info: Mapping[str, object]
     indexed: str = ""
-    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationRecord:
-    """One parsed row of supervised training: a chat, and the indices of the answers in it to imitate, ascending.
-
-    images: the digests of those that its marks stand for.
-    """
+    """One parsed row of supervised training: a chat, and the indices of the answers in it to imitate, ascending."""
 
     messages: tuple[Message, ...]
     trained: tuple[int, ...]
-    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +131,14 @@ def parse_prompt(
     messages = read_messages(row, form.prompt_key, where, text_role="user", images=images)
     if not form.prefill:
         require_question(messages, form.prompt_key, where)
+    if images is not None:
+        images.require_all()
     return PromptRecord(
         messages=_with_system(row, messages, where, form),
         data_source=text_of({form.source_key: source}, form.source_key, where),
         ground_truth=text,
         label=label,
         extra_info=extra_info,
-        images=() if images is None else images.require_all(),
         indexed=_indexed(text, row, extra_info, where) if _INDEX.fullmatch(text) else "",
     )
 
@@ -241,8 +236,9 @@ def parse_demonstration(
             "on, after another turn; add what it answers, or remove the row"
         )
     require_words(messages, where)
-    shown = () if images is None else images.require_all()
-    return DemonstrationRecord(messages=messages, trained=trained, images=shown)
+    if images is not None:
+        images.require_all()
+    return DemonstrationRecord(messages=messages, trained=trained)
 
 
 def _parse_chat(
@@ -264,24 +260,33 @@ def _parse_chat(
 
 def preference_columns(form: DataConfig) -> tuple[str, ...]:
     """Return the columns that `parse_preference` reads."""
-    return (*PREFERENCE_SIDES, *_question_columns(form), "system", "margin")
+    return (*PREFERENCE_SIDES, *_question_columns(form), "system", "margin", *image_columns(form))
 
 
 def _question_columns(form: DataConfig) -> tuple[str, ...]:
     return ("prompt", "messages") if form.prompt_key == "prompt" else (form.prompt_key,)
 
 
-def parse_preference(row: Mapping[str, object], where: str, form: DataConfig | None = None) -> PreferenceRecord:
+def parse_preference(
+    row: Mapping[str, object], where: str, form: DataConfig | None = None, images: "RowsImages | None" = None
+) -> PreferenceRecord:
     """Parse a preference row; DataError names `where` and what is wrong.
 
-    `form` may name the column with the prompt, and give a chat a system turn.
+    `form` may name the column with the prompt, and give a chat a system turn. images: those that the prompt shows,
+    wherever it is written.
     """
     form = form or DataConfig()
-    sides = {side: read_messages(row, side, where, text_role="assistant") for side in PREFERENCE_SIDES}
+    # Each text that has the prompt shows all of them.
+    shown = {name: None if images is None else images.again() for name in (*PREFERENCE_SIDES, "prompt")}
+    sides = {
+        side: read_messages(row, side, where, text_role="assistant", images=shown[side]) for side in PREFERENCE_SIDES
+    }
     questions = (name for name in _question_columns(form) if row.get(name))
-    prompt = next((read_messages(row, name, where, text_role="user") for name in questions), ())
+    prompt = next((read_messages(row, name, where, text_role="user", images=shown["prompt"]) for name in questions), ())
     openings = {side: turns[:-1] for side, turns in sides.items()}
     opening = prompt or openings["chosen"]
+    if (asked := shown["prompt" if prompt else "chosen"]) is not None:
+        asked.require_all()
     for side, turns in sides.items():
         if turns[-1].role != "assistant" or not turns[-1].content:
             raise DataError(

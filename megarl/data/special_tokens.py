@@ -57,7 +57,7 @@ class SpelledSpecialTokens:
             self._roles.require(chat, where, whole=whole)
         for number, message in enumerate((*messages, *rejected[-1:])):
             for found in self._marks.finditer(message.content):
-                if found.lastgroup == "media" and message.has_images:
+                if found.lastgroup == "media" and message.images:
                     continue
                 if message.role != "assistant" or found.end() < len(message.content):
                     kind = str(found.lastgroup)

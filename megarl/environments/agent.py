@@ -77,7 +77,7 @@ class AgentEnvironment(Environment):
         self._running: asyncio.Future[Any] | None = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        self._chat.count_tokens = self.count_tokens
+        self._chat.count_tokens, self._chat.read_image = self.count_tokens, self.read_image
         self._running = asyncio.ensure_future(contained(self._call(prompt, chat_server().open(self._chat))))
         if (asked := await self._next_question(self._running)) is None:
             raise RuntimeError("the agent ended without a request")
@@ -158,7 +158,12 @@ async def _ask_program(
 
     Raises RuntimeError if it fails, and if the last line that it writes is too long.
     """
-    row: dict[str, object] = {"uid": prompt.uid, "messages": [message.as_dict() for message in prompt.messages]}
+    messages: list[Mapping[str, object]] = [
+        each.as_dict()
+        | ({"content": each.parts(lambda url: {"type": "image_url", "image_url": {"url": url}})} if each.images else {})
+        for each in prompt.messages
+    ]
+    row: dict[str, object] = {"uid": prompt.uid, "messages": messages}
     row |= {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
     ended = await run_program(command, json.dumps(row, default=str), {**variables, **endpoint_variables(url)})
     ended.require_success("the agent's program")

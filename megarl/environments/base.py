@@ -45,13 +45,13 @@ class Reply:
     """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
 
     Messages are text, whatever they spell: the policy reads `< |im_end|>` for `<|im_end|>`, see
-    `InterTurnTokens.plain`. They follow the turn, or an earlier one with the number `after_turn`, which then has a
-    further branch. context: instead of `messages`, all that the policy reads next, from the first message on. reward:
-    the reward of the turn; of several tries, that of `after_turn`, or else of the last. rewards: those of any turns so
-    far, by their numbers; they add up with what these turns have. num_calls: the tools that the turn called. details:
-    further findings; numbers among them become metrics `environment/detail/…`, as means; later replies override earlier
-    ones of the same name. warnings: the indices of those messages that the policy does not learn to predict
-    (`algo.echo_coef`), as they say nothing of the environment.
+    `InterTurnTokens.plain`; their images stand where they have `<image>`. They follow the turn, or an earlier one with
+    the number `after_turn`, which then has a further branch. context: instead of `messages`, all that the policy reads
+    next, from the first message on. reward: the reward of the turn; of several tries, that of `after_turn`, or else of
+    the last. rewards: those of any turns so far, by their numbers; they add up with what these turns have. num_calls:
+    the tools that the turn called. details: further findings; numbers among them become metrics `environment/detail/…`,
+    as means; later replies override earlier ones of the same name. warnings: the indices of those messages that the
+    policy does not learn to predict (`algo.echo_coef`), as they say nothing of the environment.
     """
 
     messages: tuple[Message, ...] = ()
@@ -115,8 +115,10 @@ class Environment:
     # Contexts that the policy answers at the same time as it writes its next turn; `choose` gets all of these turns, in
     # order. It may change with every reply.
     beside: Sequence[SideRequest] = ()
-    # It is there once a worker has the conversation.
+    # They are there once a worker has the conversation. `read_image` keeps an image, given its bytes or a data URL, and
+    # returns its digest; None: the run reads texts alone.
     count_tokens: "TokenCounter | None" = None
+    read_image: "Callable[[object], str] | None" = None
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         """Begin a conversation; return messages that follow those of the prompt, which the policy answers first."""

@@ -87,6 +87,7 @@ class Chat:
         self.histories: dict[str, Sequence[Mapping[str, Any]]] = {}
         self.branches, self.num_refused, self.changed = Counter[str](), 0, set[tuple[str, ...]]()
         self.count_tokens: TokenCounter | None = None
+        self.read_image: Callable[[object], str] | None = None
         # Requests that wait for the policy, and those that it answers now, since when.
         self._waiting: list[_Request] = []
         self._asked: list[_Request] = []
@@ -126,7 +127,7 @@ class Chat:
         return is_whole or awake_s() >= self._gather_until
 
     def _order(self, asked: _Request) -> tuple[object, ...]:
-        after, said = asked.after_turn, [(each.role, each.text, each.calls) for each in asked.said]
+        after, said = asked.after_turn, [(each.role, each.text, each.images, each.calls) for each in asked.said]
         limits = (asked.num_tries, asked.max_tokens or 0, asked.model)
         return (math.inf if after is None else after, said, self._tools.index(asked.tools), *limits)
 
@@ -175,7 +176,8 @@ class Chat:
         """Return messages as the policy reads them, its own turns as it wrote them."""
         roles = {"developer": "system"}
         return tuple(
-            Message(role=roles.get(each.role, each.role), content=self._texts.get(each, each.text)) for each in said
+            Message(role=roles.get(each.role, each.role), content=self._texts.get(each, each.text), images=each.images)
+            for each in said
         )
 
     def answer(self, actions: Sequence[Action]) -> int:
@@ -324,7 +326,8 @@ class Chat:
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages is missing or empty, expected the whole conversation so far")
         messages = in_order_of_calls(messages)
-        said = [self._known(read_message(message, f"messages[{i}]")) for i, message in enumerate(messages)]
+        read = [read_message(message, f"messages[{i}]", self.read_image) for i, message in enumerate(messages)]
+        said = [self._known(each) for each in read]
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
         return said, next((each for each in self._tools if each == tools), tools)

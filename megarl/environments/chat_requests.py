@@ -3,9 +3,12 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megarl.data.images import read_parts, shows_image
+from megarl.errors import ConfigError, DataError
 
 # Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do
 # not. Every other field that is not read, such as temperature, is ignored: the run's settings decide how turns are
@@ -34,13 +37,15 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """The parts of a message that are compared: who said it, the text, and each call's name and arguments.
+    """The parts of a message that are compared: who said it, the text, the digests of images, each call's name and
+    arguments.
 
     call_ids: by which the calls are known, even if a client sends them back with other arguments.
     """
 
     role: str
     text: str
+    images: tuple[str, ...] = ()
     calls: tuple[tuple[str, str], ...] = ()
     call_ids: tuple[str, ...] = field(default=(), compare=False)
 
@@ -80,15 +85,27 @@ def _field(message: object, name: str) -> Any:
     return message.get(name) if isinstance(message, Mapping) else None
 
 
-def read_message(message: object, place: str) -> Said:
-    """Read what counts of a message. Raises RequestError for one that is not text."""
+def _no_image(_: object) -> str:
+    raise DataError("got an image, expected text alone: the run has no data.image_key")
+
+
+def read_message(message: object, place: str, read_image: Callable[[object], str] | None = None) -> Said:
+    """Read what counts of a message; `read_image` keeps an image and returns its digest, None: it must be text.
+
+    Raises RequestError for parts of other types, and for images that cannot be read.
+    """
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise RequestError(f"{place} is {str(message)[:80]}, expected an object with a role among {', '.join(ROLES)}")
     content = message.get("content") or ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise RequestError(f"{place}.content has a part that is not text, expected text alone")
-    text = "".join(str(part.get("text", "")) for part in parts)
+    if not all(isinstance(each, Mapping) and (each.get("type") == "text" or shows_image(each)) for each in parts):
+        raise RequestError(f"{place}.content has a part that is neither text nor an image, expected these alone")
+    try:
+        text, images = read_parts(parts, read_image or _no_image)
+    except (ConfigError, DataError) as error:
+        raise RequestError(f"{place}.content: {error}") from error
+    if images and message["role"] == "assistant":
+        raise RequestError(f"{place}.content has an image, expected text alone, as the policy writes no other")
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -101,6 +118,7 @@ def read_message(message: object, place: str) -> Said:
     return Said(
         role=message["role"],
         text=text.strip() if message["role"] == "assistant" else text,
+        images=images,
         calls=tuple(calls),
         call_ids=tuple(str(call.get("id")) for call in message.get("tool_calls") or ()),
     )

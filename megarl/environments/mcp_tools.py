@@ -121,9 +121,6 @@ class _Session:
         """Return whether the tools have been listed in this session, as far as it has not ended."""
         return self._listed is not None and self._listed is self._client
 
-    def note_listed(self) -> None:
-        self._listed = self._client
-
     def end(self, opened: "asyncio.Future[Client] | None" = None) -> None:
         """End the session; with `opened` only if it is still this one."""
         if opened is None or opened is self._client:
@@ -317,7 +314,7 @@ class McpEnvironment(ToolEnvironment):
                 schemas.append({"type": "function", "function": described})
             if not (cursor := page.next_cursor):
                 break
-        session.note_listed()
+        session._listed = session._client
         _SCHEMAS[self._server], _READ_ONLY[self._server] = schemas, read_only
 
     def _chosen(self) -> Sequence[Mapping[str, Any]]:
@@ -326,13 +323,16 @@ class McpEnvironment(ToolEnvironment):
             raise ConfigError(f"{KEY}.only: the server has no tool {missing[0]!r}; it has: {', '.join(found)}")
         return [found[name] for name in (found if self._only is None else self._only)]
 
-    async def _call(self, name: str, /, **arguments: Any) -> str:
+    async def _call(self, name: str, /, **arguments: Any) -> str | list[dict[str, str]]:
         assert self._session is not None, "the conversation has started"
         result = await self._session.use(lambda client: client.call_tool(name, arguments))
-        texts = [_text_of(part) for part in result.content]
-        if result.structured_content is not None and not any(
-            part.type == "text" and part.text for part in result.content
-        ):
+        content, texts = result.content, [_text_of(part) for part in result.content]
+        if self.read_image is not None and not result.is_error and any(each.type == "image" for each in content):
+            return [
+                {"type": "image", "data": each.data} if each.type == "image" else {"type": "text", "text": f"{text}\n"}
+                for each, text in zip(content, texts, strict=True)
+            ]
+        if result.structured_content is not None and not any(each.type == "text" and each.text for each in content):
             texts.append(json.dumps(result.structured_content))
         if result.is_error:
             raise ToolError("error: " + "\n".join(texts))

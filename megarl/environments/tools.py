@@ -6,13 +6,16 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megarl.data.images import read_parts, shows_image
 from megarl.environments.base import ENVIRONMENTS, MOST_REPLY_CHARS, Action, Environment, Reply, load_object
 from megarl.environments.calls import LateError, attempt, contained, describe, in_thread, message_of
 from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser, read_calls
 from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
+from megarl.types.turns import IMAGE_MARK
 
 KEY = "environment.entries.*.arguments"
 # A turn with more calls is one that repeats itself, and gets one error instead of thousands.
@@ -84,7 +87,7 @@ class ToolEnvironment(Environment):
             said = f"error: this turn has {len(calls)} calls, expected at most {MOST_CALLS}; none of them was made"
             message, found = Message(role="tool", content=said), {"tool_errors": len(calls)}
             return Reply(messages=(message,), details=found, warnings=(0,))
-        results = list[tuple[str, bool]]()
+        results = list[tuple[Message, bool]]()
         for is_free, group in itertools.groupby(calls, lambda call: call.name in self._side_by_side):
             if is_free:
                 results += await asyncio.gather(*map(self._run, group))
@@ -92,7 +95,7 @@ class ToolEnvironment(Environment):
                 results += [await self._run(call) for call in group]
         # Together they stay well below what a reply may have.
         most = MOST_REPLY_CHARS // (2 * len(calls))
-        messages = tuple(Message(role="tool", content=_cut(result, most)) for result, _ in results)
+        messages = tuple(_cut(said, most) for said, _ in results)
         failed = [i for i, (_, is_error) in enumerate(results) if is_error]
         return Reply(messages=messages, num_calls=len(calls), details={"tool_errors": len(failed)}, warnings=failed)
 
@@ -103,7 +106,7 @@ class ToolEnvironment(Environment):
     async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
         return True
 
-    async def _run(self, call: ToolCall) -> tuple[str, bool]:
+    async def _run(self, call: ToolCall) -> tuple[Message, bool]:
         """Return what a call gives the policy to read, and whether that is an error."""
         if call.error:
             return self._written(f"error: {call.error}"), True
@@ -113,7 +116,7 @@ class ToolEnvironment(Environment):
         try:
             return await contained(self._result_of(self._functions[call.name], call.arguments)), False
         except LateError as error:
-            return f"error: {call.name} {error}", True
+            return self._written(f"error: {call.name} {error}"), True
         except (ConfigError, WorkerError):
             # The policy cannot mend what is wrong with the run.
             raise
@@ -122,8 +125,8 @@ class ToolEnvironment(Environment):
         except Exception as error:
             return self._written(f"error: {describe(error)}"), True
 
-    async def _result_of(self, function: Callable[..., Any], arguments: Mapping[str, object]) -> str:
-        """Return the text of what a function returns. Raises LateError, or what the function raises."""
+    async def _result_of(self, function: Callable[..., Any], arguments: Mapping[str, object]) -> Message:
+        """Return what a function returns as a message. Raises LateError, or what the function raises."""
 
         @functools.wraps(function)
         def call() -> object:
@@ -135,18 +138,31 @@ class ToolEnvironment(Environment):
         result = call() if is_async else await in_thread(call, timeout_s=self._timeout_s)
         if inspect.isawaitable(result):
             return self._written(await attempt(lambda: result, self._timeout_s))
-        return str(result)
+        assert isinstance(result, Message), "a result is written in its thread"
+        return result
 
-    def _written(self, result: object) -> str:
-        """Return a result as text within the limit. Raises TypeError or ValueError if JSON cannot hold it."""
+    def _written(self, result: object) -> Message:
+        """Return a result as a message within the limit: parts with images as such, anything else as text.
+
+        Raises TypeError or ValueError if JSON cannot hold it, and DataError for an image that cannot be read.
+        """
+        if self.read_image is not None and isinstance(result, list) and any(map(shows_image, result)):
+            text, images = read_parts(result, self.read_image)
+            return _cut(Message(role="tool", content=text, images=images), self._max_result_chars)
         if inspect.isgenerator(result) or inspect.isasyncgen(result):
             raise TypeError(f"the tool returned a {type(result).__name__}, expected a text or what JSON can hold")
-        return _cut(result if isinstance(result, str) else json.dumps(result, default=str), self._max_result_chars)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        return _cut(Message(role="tool", content=text), self._max_result_chars)
 
 
-def _cut(text: str, most: int) -> str:
-    """Leave out the middle of a text that is too long."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+def _cut(message: Message, most: int) -> Message:
+    """Leave out the middle of texts that are too long, and no image."""
+    texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
+    half = most // len(texts) // 2
+    cut = (
+        text
+        if len(text) <= most // len(texts)
+        else f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+        for text in texts
+    )
+    return replace(message, content=IMAGE_MARK.join(cut))

@@ -10,12 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import EnvironmentConfig
+from megarl.config.schema import DataConfig
 from megarl.data.answers import response_decoder
 from megarl.data.chat import load_tokenizer
+from megarl.data.images import DataImages
 from megarl.data.turns import InterTurnTokens
 from megarl.environments.base import Action, Environment, Reply, SideRequest, open_environments, short
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
 from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
+from megarl.environments.images import Read, ReplyImages
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
 from megarl.host.unicode import readable
@@ -37,7 +40,8 @@ class WorkerSpec:
     """The settings with which an environment worker starts; `names` are the environments that rows use.
 
     max_prompt_tokens: a conversation that an environment opens with more tokens fails; None: there is no limit.
-    marks_texts: whether replies say which tokens are the environment's own text.
+    marks_texts: whether replies say which tokens are the environment's own text. form, store: with which images are
+    read, and where they are kept; None: conversations are texts.
     """
 
     model_path: str
@@ -46,6 +50,8 @@ class WorkerSpec:
     config: EnvironmentConfig
     max_prompt_tokens: int | None = None
     marks_texts: bool = False
+    form: DataConfig = field(default_factory=DataConfig)
+    store: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,6 +94,9 @@ class EnvironmentWorker:
 
     def __init__(self, spec: WorkerSpec, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         self._spec, self._config = spec, spec.config
+        if (data := DataImages.of(spec.model_path, spec.form, spec.store)) is not None:
+            data.keeps = True
+        self._images = ReplyImages(data)
         self._makers = open_environments(spec.config, spec.names)
         tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
         self._inter_turn, self._decode = InterTurnTokens(tokenizer), response_decoder(tokenizer)
@@ -103,23 +112,25 @@ class EnvironmentWorker:
             asyncio.get_running_loop().set_default_executor(THREADS)
             environment = self._makers[request.prompt.environment]()
             environment.count_tokens = self._count_tokens
+            environment.read_image = self._images.read
+            asked = replace(request.prompt, messages=tuple(map(self._images.sent, request.prompt.messages)))
             live = _Conversation(environment=environment, began=began, chat=request.prompt.messages)
             self._live[key] = live
             # Without its messages, as checkpoints of earlier versions have it, a conversation is not rendered again.
             if request.turns and (request.chat or self._config.history == "written"):
                 actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
-                if await environment.resume(request.prompt, actions):
+                if await environment.resume(asked, actions):
                     live.recall([ids[-1] for ids in request.turns], [each.text for each in actions], request.chat)
                     return EpisodeReply(**self._next_turns(live))
-            opening = [self._inter_turn.plain(each) for each in short(await environment.start(request.prompt))]
+            opening = [self._heard(each) for each in short(await environment.start(asked))]
             if opening:
                 live.hear(opening if environment.owns_prompt else [*live.chat, *opening], None)
-            ids = self._inter_turn.opening(live.chat, environment.tools) if opening else []
+            ids, images, _ = self._opening(live.chat, environment.tools) if opening else ((), (), ())
             if (limit := self._spec.max_prompt_tokens) is not None and len(ids) > limit:
                 raise ValueError(f"the opening makes a prompt of {len(ids)} tokens, data.max_prompt_tokens is {limit}")
             part = live.part if self._config.history == "rendered" else None
             told = self._next_turns(live)
-            return EpisodeReply(token_ids=tuple(ids), is_anew=bool(request.turns), part=part, **told)
+            return EpisodeReply(token_ids=ids, images=images, is_anew=bool(request.turns), part=part, **told)
 
         return await self._limited(begin)
 
@@ -180,7 +191,14 @@ class EnvironmentWorker:
         return {**told, "beside": tuple(beside)}
 
     def _count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> int:
-        return len(self._inter_turn.opening([self._inter_turn.plain(each) for each in messages], tools))
+        return len(self._opening([self._heard(each) for each in messages], tools)[0])
+
+    def _heard(self, message: Message) -> Message:
+        """Return a message as a conversation keeps it."""
+        return self._images.kept(self._inter_turn.plain(message))
+
+    def _opening(self, chat: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> Read:
+        return self._images.expanded(self._inter_turn.opening(chat, tools), chat)
 
     def _following(
         self, live: _Conversation, actions: Sequence[Action], said: Reply, tools: Sequence[Mapping[str, object]]
@@ -191,7 +209,7 @@ class EnvironmentWorker:
         role, inter_turn, is_rendered = self._config.tool_role, self._inter_turn, self._config.history == "rendered"
         messages = [replace(m, role=role) if m.role == "tool" else m for m in short(said.context or said.messages)]
         # The policy's own turns spell no special token.
-        plain = [each if each.role == "assistant" else inter_turn.plain(each) for each in messages]
+        plain = [each if each.role == "assistant" else self._heard(each) for each in messages]
         after = said.after_turn
         if after is None and len(actions) == 1 and not said.context:
             after = actions[0].turn
@@ -202,8 +220,10 @@ class EnvironmentWorker:
         if said.context:
             # Nothing in it is an observation, as it repeats what was said before.
             texts = () if self._spec.marks_texts else None
-            ids = inter_turn.opening(plain, tools)
-            return EpisodeReply(token_ids=tuple(ids), observed=texts, is_context=True, after_turn=after, part=part)
+            shown, images, _ = self._opening(plain, tools)
+            return EpisodeReply(
+                token_ids=shown, images=images, observed=texts, is_context=True, after_turn=after, part=part
+            )
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         ids, render, num_repeated = inter_turn.between(messages, last_token=last_token), inter_turn.follows, 0
@@ -211,12 +231,18 @@ class EnvironmentWorker:
             written, whole = inter_turn.text(chat[:-1], tools) + chat[-1].content, partial(inter_turn.text, tools=tools)
             if not whole(live.chat).startswith(written):
                 ids, render, num_repeated = inter_turn.opening(live.chat, tools), whole, len(chat)
-        observed = None
+        own_texts, read = list[tuple[int, int]](), live.chat[len(chat) - num_repeated :]
         if self._spec.marks_texts:
             own = [num_repeated + i for i, m in enumerate(messages) if m.role != "assistant" and i not in said.warnings]
-            observed = tuple(inter_turn.own_texts(ids, live.chat[len(chat) - num_repeated :], own, render))
+            own_texts = inter_turn.own_texts(ids, read, own, render)
+        shown, images, observed = self._images.expanded(ids, read, own_texts)
         return EpisodeReply(
-            token_ids=tuple(ids), observed=observed, is_context=num_repeated > 0, after_turn=after, part=part
+            token_ids=shown,
+            images=images,
+            observed=observed if self._spec.marks_texts else None,
+            is_context=num_repeated > 0,
+            after_turn=after,
+            part=part,
         )
 
     async def close(self, key: int) -> None:

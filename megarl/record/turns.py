@@ -1,14 +1,15 @@
 """Write conversations as text: who wrote what, and what it earned."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from megarl.types import Sample, SegmentSource
+from megarl.types import Sample, Segment, SegmentSource
+from megarl.types.images import shifted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +58,15 @@ TURNS_TYPE = pa.list_(
 
 def prompt_text(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a sample's prompt as text, with `<image DIGEST>` in the place of the tokens that show an image."""
-    parts, ids, start = list[str](), sample.prompt_token_ids, 0
-    for image in sample.segments[0].images:
+    return _text_of(sample.segments[:1], tokenizer)
+
+
+def _text_of(segments: Sequence[Segment], tokenizer: "PreTrainedTokenizerBase") -> str:
+    ids = [token for segment in segments for token in segment.token_ids.tolist()]
+    lengths = accumulate((len(each.token_ids) for each in segments), initial=0)
+    images = [image for each, begin in zip(segments, lengths, strict=False) for image in shifted(each.images, begin)]
+    parts, start = list[str](), 0
+    for image in images:
         parts += [str(tokenizer.decode(ids[start : image.places[0]])), f"<image {image.digest}>"]
         start = int(image.places[-1]) + 1
     return "".join([*parts, str(tokenizer.decode(ids[start:]))])
@@ -74,20 +82,20 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> tuple[Turn
     # The text that an engine wrote before and after a resume is one part.
     for author, group in groupby(sample.segments[1:], lambda segment: segment.source):
         segments = list(group)
-        ids = [token for segment in segments for token in segment.token_ids.tolist()]
+        num_tokens = sum(len(segment.token_ids) for segment in segments)
         parent, num_kept = None, 0
         # An empty turn may begin a branch, too.
         if (after := forks.pop(end, None)) is not None:
             place = bisect_right(starts, max(after, 0)) - 1
             parent, num_kept = place - 1, after + 1 - starts[place]
         starts.append(end)
-        end += len(ids)
+        end += num_tokens
         turns.append(
             Turn(
                 author=author.value,
-                text=str(tokenizer.decode(ids)),
+                text=_text_of(segments, tokenizer),
                 reward=sum(segment.reward for segment in segments),
-                num_tokens=len(ids),
+                num_tokens=num_tokens,
                 parent=parent,
                 num_kept=num_kept,
             )

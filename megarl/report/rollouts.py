@@ -88,7 +88,8 @@ class _Writer:
         if row.prompt not in self._prompts:
             self._prompts[row.prompt] = len(self._prompts)
             self._num_chars += len(row.prompt)
-            for digest in {*_IMAGE.findall(row.prompt)} - self._images.keys():
+        for text in (row.prompt, *(turn.text for turn in row.turns if turn.is_read)):
+            for digest in {*_IMAGE.findall(text)} - self._images.keys():
                 if (images / digest).is_file():
                     self._images[digest] = picture_of(images / digest)
                     self._num_chars += len(self._images[digest])

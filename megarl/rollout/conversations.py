@@ -29,6 +29,7 @@ from megarl.types import (
 )
 from megarl.types.arrays import with_unrouted
 from megarl.types.forks import Fork, longest_known, num_common, path_before, path_to
+from megarl.types.images import first_other, shifted, told_apart
 from megarl.types.turns import Tries
 
 # A turn that repeats itself lacks its end as well.
@@ -126,7 +127,10 @@ def started(sample: Sample, reply: EpisodeReply) -> Sample:
         return sample
     has_turns = any(segment.source is SegmentSource.POLICY for segment in sample.segments)
     # Tokens that the policy wrote after another prompt belong to that.
-    is_other = bool(reply.token_ids) and list(reply.token_ids) != sample.prompt_token_ids.tolist()
+    is_other = bool(reply.token_ids) and (
+        list(reply.token_ids) != sample.prompt_token_ids.tolist()
+        or first_other(reply.images, sample.segments[0].images) is not None
+    )
     if reply.is_anew or (has_turns and is_other):
         kept = [s for s in sample.segments if s.source in (SegmentSource.PROMPT, SegmentSource.DEMONSTRATION)]
         rest = sample.segments[len(kept) :]
@@ -138,7 +142,7 @@ def started(sample: Sample, reply: EpisodeReply) -> Sample:
     if reply.part is not None:
         sample = with_facts(sample, chat=(reply.part,))
     if reply.token_ids:
-        sample = replace(sample, segments=(prompt_segment(reply.token_ids), *sample.segments[1:]))
+        sample = replace(sample, segments=(prompt_segment(reply.token_ids, reply.images), *sample.segments[1:]))
     return sample
 
 
@@ -203,12 +207,15 @@ def reading(sample: Sample, reply: EpisodeReply) -> Sample:
     A reply that is a whole context follows the longest path of the sample that begins it.
     """
     known, token_ids = sample.token_ids, np.asarray(reply.token_ids, dtype=np.int32)
-    after, observed = len(known) - 1, np.zeros(len(token_ids), dtype=np.bool_)
+    after, observed, images = len(known) - 1, np.zeros(len(token_ids), dtype=np.bool_), reply.images
     for start, end in reply.observed or ():
         observed[start:end] = True
     if reply.is_context:
-        count, after = longest_known(known, sample.forks, token_ids)
+        count, after = longest_known(
+            told_apart(known, sample.images), sample.forks, told_apart(token_ids, reply.images)
+        )
         token_ids, observed = token_ids[count:], observed[count:]
+        images = shifted([each for each in images if each.places[0] >= count], -count)
     elif reply.after_turn is not None:
         after = turns_of(sample)[reply.after_turn][-1]
     # A context that is read at the same time may end at a token of the tree, and then has a fork without tokens.
@@ -217,7 +224,7 @@ def reading(sample: Sample, reply: EpisodeReply) -> Sample:
     # The next request's engine records the experts of these tokens.
     experts = with_unrouted(sample.routed_experts, len(token_ids))
     # An empty segment, too, separates the policy's turns.
-    said = environment_segment(token_ids.tolist(), None if reply.observed is None else observed)
+    said = environment_segment(token_ids.tolist(), None if reply.observed is None else observed, images)
     segments = (*sample.segments, said)
     return replace(sample, segments=segments, forks=forks, routed_experts=experts)
 

@@ -119,7 +119,10 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                         "data_source": prompt.data_source,
                         "ground_truth": prompt.ground_truth,
                         "extra_info": plain(prompt.extra_info),
-                        "messages": [message.as_dict() for message in prompt.messages],
+                        "messages": [
+                            each.as_dict() | ({"images": each.images} if each.images else {})
+                            for each in prompt.messages
+                        ],
                         "demonstration_ids": prompt.demonstration_ids,
                         "demonstration_probs": prompt.demonstration_probs,
                         "target": prompt.target,
@@ -179,7 +182,7 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
         fields.setdefault("token_ids", row["segments"][0]["token_ids"])
         given = ("token_ids", "demonstration_ids", "demonstration_probs")
         fields |= {name: tuple(fields.get(name, ())) for name in given}
-        fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
+        fields["messages"] = tuple(map(_read_message, fields.get("messages", ())))
         prompts[row["uid"]] = Prompt(
             uid=row["uid"], images=tuple(row_image(**each) for each in row["prompt_images"] or ()), **fields
         )
@@ -220,12 +223,17 @@ def _parse_record(rows: Sequence[dict[str, Any]]) -> RolloutBatch:
     return RolloutBatch(prompts=prompts, samples=tuple(samples))
 
 
+def _read_message(fields: Mapping[str, Any]) -> Message:
+    # Those of earlier versions say whether a message has images, which none of theirs has.
+    given = {name: value for name, value in fields.items() if name != "has_images"}
+    return Message(**{**given, "images": tuple(given.get("images", ()))})
+
+
 def _read_episode(text: str) -> Episode:
     fields = json.loads(text)
     # Records of earlier versions have none.
     chat = tuple(
-        ChatPart(**{**part, "messages": tuple(Message(**message) for message in part["messages"])})
-        for part in fields.pop("chat", ())
+        ChatPart(**{**part, "messages": tuple(map(_read_message, part["messages"]))}) for part in fields.pop("chat", ())
     )
     # Those of earlier versions have no place.
     tries = tuple(

@@ -95,6 +95,18 @@ def first_other(one: Sequence[RowImage], other: Sequence[RowImage]) -> int | Non
     return int(rest[0].places[0]) if rest else None
 
 
+def told_apart(token_ids: IdArray, images: Sequence[RowImage]) -> npt.NDArray[np.int64]:
+    """Return token ids in which the places of images have numbers of their own, equal for equal images alone.
+
+    >>> told_apart(np.array([5, 9, 9]), [RowImage(places=np.array([1]), digest="0a")]).tolist()
+    [5, -11, 9]
+    """
+    ids = token_ids.astype(np.int64)
+    for image in images:
+        ids[image.places] = -1 - int(image.digest[:15], 16)
+    return ids
+
+
 def rope_positions(num_tokens: int, images: Sequence[RowImage]) -> npt.NDArray[np.int64]:
     """Return the positions [3, T] by which M-RoPE turns a row: of each token its time, row and column.
 

@@ -137,13 +137,15 @@ def prompt_segment(token_ids: Sequence[int], images: tuple[RowImage, ...] = ()) 
     return _given_segment(SegmentSource.PROMPT, token_ids, images)
 
 
-def environment_segment(token_ids: Sequence[int], observed: BoolArray | None = None) -> Segment:
+def environment_segment(
+    token_ids: Sequence[int], observed: BoolArray | None = None, images: tuple[RowImage, ...] = ()
+) -> Segment:
     """Make the segment of an environment's reply. It has no loss tokens, and weight versions -1.
 
     >>> environment_segment([5, 6]).loss_mask.tolist()
     [False, False]
     """
-    return _given_segment(SegmentSource.ENVIRONMENT, token_ids, observed=observed)
+    return _given_segment(SegmentSource.ENVIRONMENT, token_ids, images, observed)
 
 
 def _given_segment(

@@ -4,7 +4,7 @@ Tokens say on which path a turn stands (`megarl.types.forks`). That is not the t
 written anew shares few tokens with the turn that it goes on from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,14 +20,15 @@ IMAGE_MARK = "<image>"
 class Message:
     """One turn of a chat: who speaks, and the text; if given, a speaker's or tool's name, and a result's call.
 
-    has_images: whether each `IMAGE_MARK` in its text stands for an image.
+    images: what each `IMAGE_MARK` in its text stands for, if there are any: an image's bytes, its data URL, or the
+    digest of one that the run has; else a mark is text.
     """
 
     role: str
     content: str
     name: str = ""
     tool_call_id: str = ""
-    has_images: bool = False
+    images: tuple[str | bytes, ...] = ()
 
     def as_dict(self) -> dict[str, str]:
         shown = {"role": self.role, "content": self.content}
@@ -36,6 +37,19 @@ class Message:
         if self.tool_call_id:
             shown["tool_call_id"] = self.tool_call_id
         return shown
+
+    def parts(self, image: Callable[[str | bytes], Mapping[str, object]]) -> list[Mapping[str, object]]:
+        """Return the text as a list of parts in OpenAI's form, with what `image` makes of each image.
+
+        >>> Message(role="user", content="see <image>", images=("a",)).parts(lambda digest: {"image": digest})
+        [{'type': 'text', 'text': 'see '}, {'image': 'a'}]
+        """
+        texts = self.content.split(IMAGE_MARK) if self.images else [self.content]
+        parts: list[Mapping[str, object]] = []
+        for i, text in enumerate(texts):
+            parts += [image(self.images[i - 1])] if i else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return parts
 
 
 class Tries(NamedTuple):

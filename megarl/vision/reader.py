@@ -1,5 +1,6 @@
 """Turn images into what a model's vision tower reads, by the processor that lies beside its weights."""
 
+import base64
 import io
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -42,6 +43,14 @@ def open_image(image: bytes, max_pixels: int | None = None) -> "Image":
         f"the image has {width} × {height} pixels, more than data.max_image_pixels={max_pixels}; raise it, or make the "
         "image smaller"
     )
+
+
+def data_url(image: bytes) -> str:
+    """Return an image as a data URL, of the type that its bytes are of."""
+    from PIL import Image
+
+    kind = Image.MIME[str(Image.open(io.BytesIO(image), formats=_FORMATS).format)]
+    return f"data:{kind};base64,{base64.b64encode(image).decode()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

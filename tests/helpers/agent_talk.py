@@ -42,6 +42,7 @@ async def converse(
     max_prompt_tokens: int | None = None,
     kind: str = "agent",
     extra_info: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
     **limits: Any,
 ) -> Talk:
     """Lead a conversation in which the policy says `turns`, each after a while; one that ends in … was cut, and one of
@@ -57,7 +58,8 @@ async def converse(
         config=config,
         max_prompt_tokens=max_prompt_tokens,
     )
-    host = EnvironmentWorker(spec, TOKENIZER)
+    tokenizer = tokenizer or TOKENIZER
+    host = EnvironmentWorker(spec, tokenizer)
     row = Prompt(
         uid="a",
         token_ids=(5,),
@@ -78,7 +80,7 @@ async def converse(
         texts = [*texts, *(said.pop(0) for _ in beside)]
         for text in texts:
             is_cut = text.endswith("…")
-            ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
             tries.append(TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens)))
             number += 1
             talk.tokens += ids

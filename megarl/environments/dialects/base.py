@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, TypeAlias
 
+from megarl.data.images import shows_image
 from megarl.environments.chat import Chat
 from megarl.environments.chat_requests import RequestError
 
@@ -42,6 +44,17 @@ class Dialect(ABC):
     def count(self, num_tokens: int) -> Json:
         """Return the answer of `count_path`."""
         return {"input_tokens": num_tokens}
+
+
+def content_of(content: object, place: str, kinds: Sequence[str] = ("text",)) -> str | list[Json]:
+    """Return a content's text, as `text_of` does; with images, a list of parts in the form of chat completions."""
+    if not isinstance(content, list) or not any(map(shows_image, content)):
+        return text_of(content, place, kinds)
+    parts: list[Json] = []
+    for is_image, group in groupby(content, shows_image):
+        own = list(group)
+        parts += own if is_image else [{"type": "text", "text": text_of(own, place, kinds)}]
+    return parts
 
 
 def text_of(content: object, place: str, kinds: Sequence[str] = ("text",)) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from megarl.environments.chat import Chat
 from megarl.environments.chat_requests import RequestError
-from megarl.environments.dialects.base import Dialect, Json, text_of
+from megarl.environments.dialects.base import Dialect, Json, content_of, text_of
 
 # Claude Code begins its instructions with this line, which changes with every request.
 _CHANGING = "x-anthropic-billing-header"
@@ -112,14 +112,14 @@ def _messages_of(message: object, place: str) -> list[dict[str, object]]:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
-            text = text_of(block.get("content"), f"{place}.content of the result {block.get('tool_use_id')}")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            said = content_of(block.get("content"), f"{place}.content of the result {block.get('tool_use_id')}")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
-    own: dict[str, object] = {"role": role, "content": text_of(texts, f"{place}.content")}
+    own: dict[str, object] = {"role": role, "content": content_of(texts, f"{place}.content")}
     if calls:
         own["tool_calls"] = calls
     return [*results, *([own] if texts or not results else [])]

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.environments.chat import Chat
 from megarl.environments.chat_requests import RequestError
-from megarl.environments.dialects.base import Dialect, Json, text_of
+from megarl.environments.dialects.base import Dialect, Json, content_of, text_of
 
 _TEXTS = ("input_text", "output_text", "text")
 _CALLS, _RESULTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
@@ -167,11 +167,11 @@ def _history(body: Json, chat: Chat) -> list[Json]:
             continue
         turn = None
         if kind == "message":
-            text = text_of(item.get("content"), f"input[{i}].content", _TEXTS)
-            found.append({"role": item.get("role"), "content": text})
+            said = content_of(item.get("content"), f"input[{i}].content", _TEXTS)
+            found.append({"role": item.get("role"), "content": said})
         elif kind in _RESULTS:
-            text = text_of(item.get("output"), f"input[{i}].output", _TEXTS)
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            said = content_of(item.get("output"), f"input[{i}].output", _TEXTS)
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
         else:
             raise RequestError(f"input[{i}] is {kind!r}, expected a message, a call, the result of one, or a thought")
     return found

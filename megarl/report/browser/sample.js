@@ -135,7 +135,7 @@ function turnsOf(text, tokens) {
     const start = end;
     end += count;
     number += author === "policy";
-    return { author, said, reward, start, end, number, parent, kept };
+    return { author, said, reward, start, end, number, parent, kept, images: text.images };
   });
 }
 
@@ -156,7 +156,7 @@ function shownTurn(turn, tokens, kind, { end = turn.end, marks = new Map() } = {
   const said = isWhole || !tokens ? turn.said : tokens.text.slice(turn.start, end).join("");
   const after = [];
   if (isRead || !tokens || end === turn.start) {
-    pre.append(visible(isRead ? said.replace(/^\n+|\n+$/g, "") : said));
+    pre.append(visible(isRead ? said.replace(/^\n+|\n+$/g, "") : said, turn.images));
     after.push(...marks.values());
   } else {
     const spans = colored(tokens, turn.start, end, kind);

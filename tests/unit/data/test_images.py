@@ -15,14 +15,20 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from megarl.config.algo import DemonstrationConfig
+from megarl.config.generation import Sampling
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
 from megarl.data.images import DataImages
+from megarl.data.preferences import ResponsePairDataset, mismatched_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.records import parse_prompt, prompt_columns
 from megarl.errors import DataError
-from megarl.types import Message
+from megarl.rollout.prefixes import Prefix
+from megarl.rollout.source import SamplingPlan
+from megarl.rollout.vllm_source import _begin
+from megarl.types import Message, row_from_sample
 from megarl.vision.reader import ImageInputs, ImageReader
 from megarl.vision.store import ImageStore
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -74,10 +80,9 @@ def has_bytes(value: object) -> bool:
     return isinstance(value, bytes) or any(map(has_bytes, inner))
 
 
-def read(tmp_path: Path, row: dict[str, object], images: DataImages) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+def read(tmp_path: Path, row: dict[str, object], images: DataImages) -> tuple[Message, ...]:
     rows = files(tmp_path, {"answer": "1", **row})
-    record = parse_prompt(rows[0], rows.where(0), FORM, images.of_row(rows, 0, rows[0]))
-    return record.messages, record.images
+    return parse_prompt(rows[0], rows.where(0), FORM, images.of_row(rows, 0, rows[0])).messages
 
 
 URL = f"data:image/png;base64,{coded()}"
@@ -117,9 +122,7 @@ def chat(*parts: object) -> list[dict[str, object]]:
     ],
 )
 def test_a_row_has_its_images_in_many_forms(tmp_path: Path, images: DataImages, row: dict[str, object]) -> None:
-    messages, digests = read(tmp_path, row, images)
-    assert messages == (Message(role="user", content=LOOK, has_images=True),)
-    assert digests == (digest(),)
+    assert read(tmp_path, row, images) == (Message(role="user", content=LOOK, images=(digest(),)),)
 
 
 def test_images_come_in_the_order_of_their_marks(tmp_path: Path, images: DataImages) -> None:
@@ -129,10 +132,9 @@ def test_images_come_in_the_order_of_their_marks(tmp_path: Path, images: DataIma
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": [part, {"type": "text", "text": "and <image>"}]},
     ]
-    messages, digests = read(tmp_path, {"prompt": turns, "images": [coded(1), coded(3)]}, images)
+    messages = read(tmp_path, {"prompt": turns, "images": [coded(1), coded(3)]}, images)
     assert [each.content for each in messages] == ["<image>", "yes", "<image>and <image>"]
-    assert [each.has_images for each in messages] == [True, False, True]
-    assert digests == (digest(1), digest(2), digest(3))
+    assert [each.images for each in messages] == [(digest(1),), (), (digest(2), digest(3))]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_images_come_in_the_order_of_their_marks(tmp_path: Path, images: DataIma
         ({"prompt": LOOK, "images": ["http://a/b.png"]}, r"images\[0\] is .*: a run fetches no images"),
         ({"prompt": LOOK, "images": [{"path": "HTTPS://a/b.png"}]}, "a run fetches no images"),
         ({"prompt": chat({"type": "image_url", "image_url": {"url": "https://a"}})}, r"content\[0\] is .* no images"),
-        ({"prompt": LOOK, "images": ["absent.png"]}, "neither base64 nor a file of"),
+        ({"prompt": LOOK, "images": ["absent.png"]}, "neither a data URL nor base64 nor a file of"),
         ({"prompt": LOOK, "images": [7]}, "is 7, expected the bytes of an image"),
         ({"prompt": LOOK, "images": [b"no image"]}, "does not open: cannot identify.*; expected a whole file of"),
         ({"prompt": LOOK, "images": [png()[:-30]]}, r"images\[0\]: the image does not open"),
@@ -157,7 +159,6 @@ def test_images_come_in_the_order_of_their_marks(tmp_path: Path, images: DataIma
             | {"images": ["red.png"]},
             "an answer shows an image",
         ),
-        ({"prompt": LOOK, "images": ["red.png"], "environment": "game"}, "which the environment game cannot read"),
     ],
 )
 def test_images_that_cannot_be_read_name_their_row(
@@ -239,6 +240,58 @@ def test_supervised_rows_show_images_and_never_train_them(tmp_path: Path, images
         assert trained.removesuffix("Ċ").endswith("one." if train_on == "each" and row is found[0] else "two.")
 
 
+def test_a_demonstration_follows_a_prompt_with_images(tmp_path: Path, images: DataImages) -> None:
+    """The sample that it begins shows the prompt's images; its own tokens are those that it has without any."""
+    row = {"answer": "1", "prompt": LOOK, "images": ["red.png"], "target": "it is <image>"}
+    rows, encoder = files(tmp_path, row), tokenizer()
+    asked = DemonstrationConfig(strategy="fixed", max_tokens=50)
+    (prompt,) = PromptDataset(rows.paths, encoder, FORM, images=images, demonstrations=asked)
+    assert list(prompt.demonstration_ids) == encoder("it is <image><|im_end|>")["input_ids"]
+    prefix = Prefix(token_ids=prompt.demonstration_ids, is_complete=True)
+    plan = SamplingPlan(
+        step=1,
+        num_samples=1,
+        sampling=Sampling(temperature=1.0),
+        max_response_tokens=50,
+        run_seed=0,
+        prefixes={(prompt.uid, 0): prefix},
+    )
+    made = row_from_sample(_begin(prompt, plan, 0))
+    assert [(each.digest, each.places.tolist()) for each in made.images] == [(digest(), [9, 10])]
+    assert made.token_ids.tolist() == [*prompt.token_ids, *prompt.demonstration_ids]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": LOOK, "chosen": "a <image>", "rejected": "b"},
+        {"prompt": [{"role": "user", "content": LOOK}], "chosen": "a <image>", "rejected": "b"},
+        {
+            side: [{"role": "user", "content": LOOK}, {"role": "assistant", "content": answer}]
+            for side, answer in (("chosen", "a"), ("rejected", "b"))
+        },
+    ],
+)
+def test_both_rows_of_a_pair_show_the_images_of_its_prompt(
+    tmp_path: Path, images: DataImages, row: dict[str, object]
+) -> None:
+    path, limits = tmp_path / "pairs.jsonl", {"max_prompt_tokens": 90, "max_response_tokens": 90}
+    path.write_text(json.dumps({**row, "images": [coded()]}) + "\n")
+    data = ResponsePairDataset([path], tokenizer(), on_long="error", form=FORM, images=images, **limits)
+    chosen, rejected = data.rows([0])
+    for each in (chosen, rejected, *mismatched_rows([chosen, rejected])):
+        (shown,) = each.images
+        assert (each.token_ids[shown.places] == MARK_ID).all()
+        assert (shown.digest, shown.grid) == (digest(), (1, 2))
+    assert chosen.token_ids.tolist() != rejected.token_ids.tolist()
+    images.keeps = True
+    data.rows([0])
+    assert images.reader.store.read(digest()) == png()
+    path.write_text(json.dumps({**row, "images": [coded()] * 2}) + "\n")
+    with pytest.raises(DataError, match=r"row 0: its texts have 1 marks <image> for 2 images"):
+        ResponsePairDataset([path], tokenizer(), on_long="error", form=FORM, images=images, **limits)
+
+
 IDS = """
 import io, sys
 import numpy as np
@@ -257,10 +310,10 @@ for _ in range(count):
         Image.new("RGB", size, tuple(rng.integers(0, 255, 3).tolist())).save(out, "PNG")
         pictures.append(Image.open(out))
         digests.append(images.add(out.getvalue(), "here"))
-    message = Message(role="user", content=" and ".join(["<image>"] * len(pictures)), has_images=True)
+    message = Message(role="user", content=" and ".join(["<image>"] * len(pictures)), images=tuple(digests))
     text = message.content.replace("<image>", processor.image_token)
     ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = images.expand(ids, [message], digests, "here")
+    found = images.expand(ids, [message], "here")
     whole = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="np")
     assert found.token_ids == whole["input_ids"][0].tolist(), [each.size for each in pictures]
     marked = np.flatnonzero(whole["input_ids"][0] == processor.image_token_id)

@@ -206,7 +206,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ("embeddings", {"input": "1+2?"}, 404, "and GET /v1/models"),
         ("messages/batches", {}, 404, "there is no POST /v1/messages/batches here"),
         ("messages", {"max_tokens": 9}, 400, "messages is missing"),
-        ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "is 'image', expected text alone"),
+        ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "got an image, expected text alone"),
         ("messages", {"messages": USER, "stop_sequences": ["END"]}, 400, "stop is ['END']"),
         ("messages", {"messages": USER, "tools": [], "tool_choice": {"type": "any"}}, 400, "tool_choice is 'any'"),
         ("messages", {"messages": [*USER, {"role": "assistant", "content": "It is"}]}, 400, "is the assistant's"),

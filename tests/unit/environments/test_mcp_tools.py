@@ -112,6 +112,14 @@ def test_whatever_a_result_is_made_of_is_read() -> None:
             "empty": "",
         }
         assert [reply.details["tool_errors"] for reply in found.values()] == [0, 0, 1, 0, 0]
+        # Where the run reads images.
+        tools.read_image = lambda image: f"digest of {image!r}"
+        for kind, content in {
+            "contents": "see\ninside\n[resource_link application/x-b file:///b.bin]\n<image>",
+            "shown": "<image>",
+        }.items():
+            (message,) = (await say(tools, call("parts", kind=kind)))[0].messages
+            assert (message.content, message.images) == (content, ("digest of 'AAAA'",))
 
     together(talk, McpEnvironment(server=SERVER, start_timeout_s=START_S))
 

@@ -48,6 +48,11 @@ def test_the_text_of_a_prompt_says_where_images_stand() -> None:
     assert prompt_text(replace(SAMPLE, segments=(prompt_segment(ids("aé")),)), TOKENIZER) == "aé"
 
 
+def test_the_text_of_a_reply_says_where_images_stand() -> None:
+    said = environment_segment([*ids("a"), *ids("xx")], images=(RowImage(places=np.array([1, 2]), digest="f0"),))
+    assert turns_of(replace(SAMPLE, segments=(*SAMPLE.segments, said)), TOKENIZER)[-1].text == "a<image f0>"
+
+
 def test_turns_say_who_wrote_what() -> None:
     assert turns_of(SAMPLE, TOKENIZER) == (
         Turn(author="demonstration", text="a", num_tokens=1),

@@ -186,7 +186,8 @@ def test_runs_share_prompts_and_the_first_is_counted(tmp_path: Path) -> None:
     assert index["columns"]["prompt"] == [0, 0, 1, 1, 0, 1, 2]
 
 
-def test_images_of_prompts_are_shown_as_small_pictures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_reply", [False, True])
+def test_images_of_prompts_and_replies_are_shown_as_small_pictures(tmp_path: Path, in_reply: bool) -> None:
     """One of 300 × 150 pixels, red on the left; another is no longer there."""
     paths, out = RunPaths(tmp_path / "run"), io.BytesIO()
     whole = Image.new("RGB", (300, 150), "blue")
@@ -194,14 +195,16 @@ def test_images_of_prompts_are_shown_as_small_pictures(tmp_path: Path) -> None:
     whole.save(out, "PNG")
     digest = ImageStore(paths.root / "images").put(out.getvalue())
     prompt = f"look <image {digest}> or <image {'0' * 64}>"
-    write_rollouts(paths.rollouts(1), [replace(PLAIN, prompt=prompt), replace(PLAIN, prompt=prompt, uid="b")])
+    turns = (Turn(author="policy", text="hm"), Turn(author="environment", text=prompt))
+    shown = {"turns": turns, "prompt": "?"} if in_reply else {"prompt": prompt}
+    write_rollouts(paths.rollouts(1), [replace(PLAIN, **shown), replace(PLAIN, **shown, uid="b")])
     write_browser([("run", paths)], tmp_path / "out")
     (texts,) = pieces(tmp_path / "out", "texts")
-    assert texts["prompts"] == [prompt]
-    ((shown, url),) = texts["images"].items()
+    assert texts["prompts"] == [shown["prompt"]]
+    ((kept, url),) = texts["images"].items()
     head, _, coded = url.partition(",")
     picture = Image.open(io.BytesIO(base64.b64decode(coded)))
-    assert (shown, head, picture.size) == (digest, "data:image/webp;base64", (128, 64))
+    assert (kept, head, picture.size) == (digest, "data:image/webp;base64", (128, 64))
     left, right = (picture.convert("RGB").getpixel((x, 32)) for x in (20, 108))
     assert (left[0] > 200 > 60 > left[2], right[2] > 200 > 60 > right[0]) == (True, True)
 
