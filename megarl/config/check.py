@@ -264,8 +264,7 @@ def _require_validated_checkpoints(
 
 _SECTIONS = ("run", "model", "actor", "cluster")
 _RULES: tuple[Rule, ...] = (check_precision, check_batch_invariance, check_lora, check_optimizers, check_trainer_nodes)
-_ROWS: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
-_TEXTS: tuple[Rule, ...] = (*_RULES, *_ROWS, check_no_images)
+_ROWS: tuple[Rule, ...] = (*_RULES, check_row_fits_micro_batch, check_row_fits_engine)
 _SAMPLES: tuple[Rule, ...] = (check_quantization, check_lora_sync)
 _ENGINES: tuple[Rule, ...] = (check_engines, check_cache, check_sync)
 
@@ -276,7 +275,6 @@ check_train = CommandCheck(
         *("sync", "trainer", "validation"),
     ),
     rules=(
-        *_RULES,
         *_ROWS,
         check_steps,
         check_scores_for_keep_best,
@@ -299,7 +297,7 @@ check_train = CommandCheck(
 # A user's own loop brings its data, its rewards and its length.
 check_session = CommandCheck(
     sections=(*_SECTIONS, "reference", "critic", "rollout", "placement", "sync"),
-    rules=(*_TEXTS, check_role_layouts, check_replayed_routing, *_SAMPLES, *_ENGINES),
+    rules=(*_ROWS, check_images, check_role_layouts, check_replayed_routing, *_SAMPLES, *_ENGINES),
 )
 check_sft = CommandCheck(
     sections=(*_SECTIONS, "sft", "teacher", "algo.distill"),
@@ -311,7 +309,8 @@ check_sft = CommandCheck(
 check_train_reward = CommandCheck(
     sections=(*_SECTIONS, "train_reward"),
     rules=(
-        *_TEXTS,
+        *_ROWS,
+        check_no_images,
         check_no_reward_model,
         check_pair_fits_micro_batch,
         partial(check_supervised, name="train_reward"),
@@ -320,7 +319,8 @@ check_train_reward = CommandCheck(
 check_train_preference = CommandCheck(
     sections=(*_SECTIONS, "train_preference", "reference", "critic", "reward_model"),
     rules=(
-        *_TEXTS,
+        *_ROWS,
+        check_images,
         check_responses_fit_micro_batch,
         check_role_layouts,
         partial(check_supervised, name="train_preference"),

@@ -1,7 +1,7 @@
 """Provide data sets of preference pairs, which are tokenised and checked when they are opened."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -16,11 +16,13 @@ from megarl.data.records import PREFERENCE_SIDES, PreferenceRecord, parse_prefer
 from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import EVERY_TOKEN, Vocabulary
 from megarl.errors import DataError
-from megarl.types import Row, row_read_at_end
+from megarl.types import Row, RowImage, row_read_at_end
 from megarl.types.rows import MARGIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megarl.data.images import DataImages
 
 # A pair with a text over its length limit: the run does not start, or the pair is left out.
 OnLong: TypeAlias = Literal["error", "drop"]
@@ -48,17 +50,20 @@ class PreferenceDataset:
         self._margins = array("d")
         self.num_dropped = 0
         self.spelled = SpelledSpecialTokens(tokenizer)
-        for chunk in _chunks(paths, tokenizer, form):
+        form = form or DataConfig()
+        files = _open(paths, tokenizer, form)
+        for chunk in _chunks(files, form):
+            places = [files.where(i) for i, _ in chunk]
             encoded = [
                 encode_chats(
                     tokenizer,
                     [getattr(record, side) for _, record in chunk],
                     add_generation_prompt=False,
-                    places=[f"{where}: {side}" for where, _ in chunk],
+                    places=[f"{where}: {side}" for where in places],
                 )
                 for side in PREFERENCE_SIDES
             ]
-            for (where, record), *chats in zip(chunk, *encoded, strict=True):
+            for (_, record), where, *chats in zip(chunk, places, *encoded, strict=True):
                 self.spelled.look(record.chosen, where, rejected=record.rejected, whole=True)
                 longest, side = max((len(ids), side) for ids, side in zip(chats, PREFERENCE_SIDES, strict=True))
                 if longest > max_tokens:
@@ -102,8 +107,8 @@ class ResponsePairDataset:
 
     A prompt or a response over its limit raises DataError or, with `on_long="drop"`, has its pair left out, which
     `num_dropped` counts. A malformed row raises DataError. answers: encodes responses; None: as the tokenizer alone
-    says. vocabulary: DataError for a token without a row in the model's embedding. `spelled`: rows whose texts spell
-    special tokens.
+    says. vocabulary: DataError for a token without a row in the model's embedding. images: read those that prompts
+    show; None: rows are texts alone. `spelled`: rows whose texts spell special tokens.
     """
 
     def __init__(
@@ -117,18 +122,23 @@ class ResponsePairDataset:
         form: DataConfig | None = None,
         answers: Answers | None = None,
         vocabulary: Vocabulary = EVERY_TOKEN,
+        images: "DataImages | None" = None,
     ) -> None:
-        answers = answers or Answers(tokenizer)
+        answers, self._images, self._form = answers or Answers(tokenizer), images, form or DataConfig()
+        # With images: the rows' numbers in the files, and what their prompts show.
+        self._shown: list[tuple[int, tuple[RowImage, ...]]] = []
         self._prompts: list[array[int]] = []
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self.num_dropped = 0
-        self.spelled = SpelledSpecialTokens(tokenizer)
-        for chunk in _chunks(paths, tokenizer, form):
-            prompts = encode_chats(
-                tokenizer, [record.chosen[:-1] for _, record in chunk], places=[where for where, _ in chunk]
-            )
-            for (where, record), prompt in zip(chunk, prompts, strict=True):
+        self.spelled, self._files = SpelledSpecialTokens(tokenizer), _open(paths, tokenizer, self._form)
+        for chunk in _chunks(self._files, self._form, images):
+            places = [self._files.where(i) for i, _ in chunk]
+            prompts = encode_chats(tokenizer, [record.chosen[:-1] for _, record in chunk], places=places)
+            for (number, record), where, prompt in zip(chunk, places, prompts, strict=True):
                 self.spelled.look(record.chosen, where, rejected=record.rejected)
+                shown = tuple[RowImage, ...]()
+                if images is not None:
+                    prompt, _, shown = images.expand(prompt, record.chosen[:-1], where)
                 responses = {}
                 for side in PREFERENCE_SIDES:
                     *question, answer = getattr(record, side)
@@ -146,6 +156,7 @@ class ResponsePairDataset:
                     )
                 vocabulary.require(prompt, where)
                 self._prompts.append(array("i", prompt))
+                self._shown += [] if images is None else [(number, shown)]
                 for side, ids in responses.items():
                     vocabulary.require(ids, f"{where}: {side}")
                     self._sides[side].append(array("i", ids))
@@ -160,6 +171,10 @@ class ResponsePairDataset:
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
         """Return the chosen responses of the pairs with these indices, then the rejected ones in the same order."""
+        for i in indices if self._images is not None else ():
+            # An image is kept when its pair is drawn.
+            number = self._shown[i][0]
+            _parse(self._files, number, self._files[number], self._form, self._images)
         return [
             Row(
                 uid=f"pair:{i}",
@@ -167,6 +182,7 @@ class ResponsePairDataset:
                 token_ids=np.array([*self._prompts[i], *responses[i]], dtype=np.int32),
                 num_prompt_tokens=len(self._prompts[i]),
                 loss_mask=np.ones(len(responses[i]), dtype=np.bool_),
+                images=self._shown[i][1] if self._shown else (),
             )
             for number, responses in enumerate(self._sides.values())
             for i in indices
@@ -182,19 +198,28 @@ def mismatched_rows(rows: Sequence[Row]) -> list[Row]:
             token_ids=np.append(row.token_ids[: row.num_prompt_tokens], other.token_ids[other.num_prompt_tokens :]),
             num_prompt_tokens=row.num_prompt_tokens,
             loss_mask=other.loss_mask,
+            images=row.images,
         )
         for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True)
     ]
 
 
-def _chunks(
-    paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", form: DataConfig | None
-) -> Iterator[list[tuple[str, PreferenceRecord]]]:
-    """Read and check rows, and yield them with the places they come from, some at a time."""
-    form = form or DataConfig()
+def _open(paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", form: DataConfig) -> RowFiles:
     require_system_turn(tokenizer, form.system_prompt)
-    files = RowFiles(paths, columns=preference_columns(form), required=PREFERENCE_SIDES)
-    places = map(files.where, range(len(files)))
-    rows = ((where, parse_preference(row, where, form)) for where, row in zip(places, files, strict=True))
+    return RowFiles(paths, columns=preference_columns(form), required=PREFERENCE_SIDES)
+
+
+def _parse(
+    files: RowFiles, number: int, row: Mapping[str, object], form: DataConfig, images: "DataImages | None"
+) -> PreferenceRecord:
+    shown = None if images is None else images.of_row(files, number, row)
+    return parse_preference(row, files.where(number), form, shown)
+
+
+def _chunks(
+    files: RowFiles, form: DataConfig, images: "DataImages | None" = None
+) -> Iterator[list[tuple[int, PreferenceRecord]]]:
+    """Read and check rows, and yield them with their numbers, some at a time."""
+    rows = ((number, _parse(files, number, row, form, images)) for number, row in enumerate(files))
     while chunk := list(islice(rows, READ_ROWS)):
         yield chunk

@@ -19,6 +19,7 @@ from megarl.config.check import check_session
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, load_tokenizer
+from megarl.data.images import DataImages, read_parts
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import train_files
 from megarl.data.vocabulary import Vocabulary
@@ -39,6 +40,7 @@ from megarl.types import (
     PolicyOutputs,
     Prompt,
     Row,
+    RowImage,
     ValueOutputs,
     row_batch,
 )
@@ -49,13 +51,14 @@ from megarl.weights.hub import with_local_models
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A prompt: a text of a user's turn, messages of a chat, token ids, or a prompt of the run's data.
-PromptLike: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int] | Prompt
+# A prompt: a text of a user's turn, messages of a chat (with images: lists of parts), token ids, or a prompt of the
+# run's data.
+PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInputs:
-    """The checked inputs of a session; prompts: those of `data.train`, None without any."""
+    """The checked inputs of a session; prompts: those of `data.train`, None without any. images: None: texts alone."""
 
     config: Config
     spec: ModelSpec
@@ -65,25 +68,35 @@ class SessionInputs:
     algorithm: Algorithm
     roles: tuple[RoleSpec, ...]
     prompts: PromptDataset | None
+    images: DataImages | None = None
 
     def encoded(self, prompts: Sequence[PromptLike], *, draw: int) -> Iterator[Prompt]:
         """Yield prompts in any form as `Prompt`. DataError: one is too long, or has a token that the model lacks."""
         limit = self.config.data.max_prompt_tokens
         for i, given in enumerate(prompts):
-            prompt, uid = given, f"session:{draw}:{i}"
+            prompt, uid, shown = given, f"session:{draw}:{i}", tuple[RowImage, ...]()
             if not isinstance(prompt, Prompt):
                 turns: Any = [{"role": "user", "content": given}] if isinstance(given, str) else list(prompt)
                 if turns and isinstance(turns[0], Mapping):
-                    messages = [Message(role=turn["role"], content=turn["content"]) for turn in turns]
+                    messages = [self._message(turn) for turn in turns]
                     (turns,) = encode_chats(self.tokenizer, [messages], places=[uid])
+                    if self.images is not None:
+                        turns, _, shown = self.images.expand(turns, messages, uid)
                 self.vocabulary.require(turns, uid)
-                prompt = Prompt(uid=uid, token_ids=tuple(map(int, turns)), data_source="session", ground_truth="")
+                ids = tuple(map(int, turns))
+                prompt = Prompt(uid=uid, token_ids=ids, data_source="session", ground_truth="", images=shown)
             if not 1 <= (got := len(prompt.token_ids)) <= limit:
                 raise DataError(
                     f"prompt {prompt.uid}: has {got} tokens, expected 1 to data.max_prompt_tokens={limit}; change "
                     "either"
                 )
             yield prompt
+
+    def _message(self, turn: Mapping[str, Any]) -> Message:
+        content, images = turn["content"], tuple[str, ...]()
+        if self.images is not None and isinstance(content, list):
+            content, images = read_parts(content, self.images.read)
+        return Message(role=turn["role"], content=content, images=images)
 
     def objective(self, given: str | CountedObjective, role: Role) -> CountedObjective:
         """Return an objective by its name, or as given. `algorithm` is a critic's value loss for a critic."""
@@ -167,6 +180,8 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
     check_loop(config)
     config = with_local_models(config)
     spec = open_model(config, for_sft=not with_engines)
+    if (images := DataImages.of(config.model.path, config.data, config.image_store)) is not None:
+        images.keeps = True
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     answers = Answers.of(config.model, config.rollout, tokenizer)
@@ -180,7 +195,7 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
     if config.data.train:
         tools = partial(tools_of, config.environment)
         prompts = PromptDataset(
-            train_files(config.data.train), tokenizer, config.data, tools_of=tools, vocabulary=vocabulary
+            train_files(config.data.train), tokenizer, config.data, tools_of=tools, vocabulary=vocabulary, images=images
         )
         if prompts.environments:
             raise ConfigError(
@@ -196,6 +211,7 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
         algorithm=algorithm,
         roles=roles,
         prompts=prompts,
+        images=images,
     )
 
 

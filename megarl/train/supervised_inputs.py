@@ -139,6 +139,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
     settings = config.train_preference
     objective = preference_objective(settings)
     spec = open_model(config)
+    images = DataImages.of(config.model.path, config.data, config.image_store)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     if TokenQuantity.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
@@ -153,6 +154,7 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
         form=config.data,
         answers=answers,
         vocabulary=vocabulary,
+        images=images,
     )
     train, val = _read_both(settings, read)
     if val is not None and len(val) == 1 and BATCH_KL in objective.reads:
@@ -161,7 +163,8 @@ def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePai
             "estimates a KL with the responses of other pairs; hold out more, or set train_preference.val=[]"
         )
     sets, warnings = (train, val), [*answers.warnings(), *vocabulary.warnings]
-    return _checked(config, "train_preference", check_train_preference, sets, _dropped_pairs, warnings)
+    checked = _checked(config, "train_preference", check_train_preference, sets, _dropped_pairs, warnings)
+    return replace(checked, images=images)
 
 
 def _read_both(
