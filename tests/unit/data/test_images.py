@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -356,3 +357,24 @@ def test_texts_import_nothing_of_images() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_session_is_given_images_as_parts(images: DataImages) -> None:
+    from megarl.data.vocabulary import EVERY_TOKEN
+    from megarl.run.session_inputs import SessionInputs
+
+    given: dict[str, Any] = {"config": SimpleNamespace(data=FORM), "tokenizer": tokenizer(), "images": images}
+    given |= dict.fromkeys(("spec", "answers", "algorithm", "prompts"))
+    inputs = SessionInputs(**given, vocabulary=EVERY_TOKEN, roles=())
+    url = {"type": "image_url", "image_url": {"url": URL}}
+    asked, plain = inputs.encoded(
+        [chat({"type": "text", "text": "look "}, url, {"type": "text", "text": " here"}), LOOK], draw=0
+    )
+    before, after = (given["tokenizer"](text)["input_ids"] for text in ("<|im_start|>user\nlook ", " here<|im_end|>\n"))
+    opened = given["tokenizer"]("<|im_start|>assistant\n")["input_ids"]
+    assert list(asked.token_ids) == [*before, 9, MARK_ID, MARK_ID, *after, *opened]
+    assert [(each.digest, each.places.tolist()) for each in asked.images] == [
+        (digest(), [len(before) + 1, len(before) + 2])
+    ]
+    # Without parts, a mark is text.
+    assert plain.images == ()
