@@ -13,7 +13,10 @@ from megarl_lab.recipes.quickstart import quickstart
 
 @pytest.mark.parametrize(
     ("model", "task", "expected"),
-    [("smollm2", "sums", "with --model smollm2 one of arithmetic"), ("tiny", "arithmetic", "one of sums, calculator")],
+    [
+        ("smollm2", "sums", "with --model smollm2 one of arithmetic"),
+        ("tiny", "arithmetic", "one of sums, blind_squares, calculator"),
+    ],
 )
 def test_each_model_has_tasks_of_its_own(
     model: str, task: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

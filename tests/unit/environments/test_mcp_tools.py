@@ -197,7 +197,7 @@ def test_a_session_ends_by_any_refusal_that_names_it(code: int, said: str, over:
         opened = asyncio.get_running_loop().create_future()
         opened.set_result(None)
         session = _Session(McpEnvironment(server=SERVER)._server, START_S, _client=opened, _began=awake_s())
-        session.note_listed()
+        session._listed = session._client
         with pytest.raises(MCPError, match=said):
             await session.use(refuse)
         assert session.is_listed == (not over)
