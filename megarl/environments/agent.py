@@ -142,7 +142,7 @@ class AgentEnvironment(Environment):
             if asked.done():
                 first, *self.beside = asked.result()
                 self.max_turn_tokens, self.num_tries = first.max_turn_tokens, first.num_tries
-                self.tools, self.trains = first.tools, first.trains
+                self.tools, self.trains, self.stop = first.tools, first.trains, first.stop
                 return first
             running.result()
             return None

@@ -77,7 +77,7 @@ def short(messages: Sequence[Message]) -> Sequence[Message]:
 class SideRequest:
     """A context that the policy answers at the same time as its next turn, by a turn of its own.
 
-    messages, after_turn, context: as those of a reply. tools, max_turn_tokens, num_tries, trains: as those of an
+    messages, after_turn, context: as those of a reply. tools, max_turn_tokens, stop, num_tries, trains: as those of an
     environment.
     """
 
@@ -86,6 +86,7 @@ class SideRequest:
     context: tuple[Message, ...] = ()
     tools: Sequence[Mapping[str, object]] = ()
     max_turn_tokens: int | None = None
+    stop: Sequence[str] = ()
     num_tries: int = 1
     trains: bool = True
 
@@ -107,6 +108,8 @@ class Environment:
     process_environment: Mapping[str, str] = {}
     # Limit of the policy's next turn, besides those of the configuration. It may change with every reply.
     max_turn_tokens: int | None = None
+    # Texts besides `rollout.stop` with which the policy's next turn ends. They may change with every reply.
+    stop: Sequence[str] = ()
     # How many times the policy writes its next turn, side by side and each by itself; it may change with every reply.
     # `choose` gets several, `reply` one.
     num_tries: int = 1

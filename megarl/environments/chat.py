@@ -18,7 +18,15 @@ from typing import Any, TypeAlias
 
 from megarl.data.thoughts import split_thought
 from megarl.environments.base import Action, SideRequest, TokenCounter
-from megarl.environments.chat_requests import RequestError, Said, in_order_of_calls, read_message, refuse_fields
+from megarl.environments.chat_requests import (
+    RequestError,
+    Said,
+    before_stop,
+    read_message,
+    read_messages,
+    read_stop,
+    refuse_fields,
+)
 from megarl.environments.parsers import Parser, read_calls
 from megarl.host.clock import awake_s
 from megarl.host.unicode import readable
@@ -34,15 +42,16 @@ Tools: TypeAlias = Sequence[Mapping[str, object]]
 class _Request:
     """A request that waits for the policy, with the whole chat that it sent.
 
-    may_call: whether a call of a tool in the answer is one, or text. is_gone: whether its client has left. id_prefix,
-    has_thoughts: as its dialect wants them. after_turn: the turn after which it goes on, if there is one; num_known:
-    how many of its messages lead to that turn's answer.
+    may_call: whether a call of a tool in the answer is one, or text. stop: texts at which the answer ends. is_gone:
+    whether its client has left. id_prefix, has_thoughts: as its dialect wants them. after_turn: the turn after which it
+    goes on, if there is one; num_known: how many of its messages lead to that turn's answer.
     """
 
     said: list[Said]
     tools: Tools
     may_call: bool
     max_tokens: int | None
+    stop: tuple[str, ...]
     num_tries: int
     model: str
     answer: asyncio.Future[dict[str, Any]]
@@ -128,7 +137,7 @@ class Chat:
 
     def _order(self, asked: _Request) -> tuple[object, ...]:
         after, said = asked.after_turn, [(each.role, each.text, each.images, each.calls) for each in asked.said]
-        limits = (asked.num_tries, asked.max_tokens or 0, asked.model)
+        limits = (asked.num_tries, asked.max_tokens or 0, asked.stop, asked.model)
         return (math.inf if after is None else after, said, self._tools.index(asked.tools), *limits)
 
     def _places_of(self, said: Sequence[Said]) -> list[int]:
@@ -157,6 +166,7 @@ class Chat:
             context=() if goes_on else messages,
             tools=asked.tools,
             max_turn_tokens=asked.max_tokens,
+            stop=asked.stop,
             num_tries=asked.num_tries,
             trains=not any(fnmatch.fnmatchcase(asked.model, each) for each in self._untrained_models),
         )
@@ -227,9 +237,10 @@ class Chat:
 
     def _choice(self, asked: _Request, place: int, index: int, action: Action) -> dict[str, Any]:
         """Return a turn of the policy as a choice of a completion, and remember what it answered."""
-        calls = []
-        if self._parse and asked.may_call and not action.is_cut:
-            calls = read_calls(self._parse, action.text, lambda: asked.tools)
+        calls, (content, stop) = [], before_stop(action.text, asked.stop)
+        is_cut = action.is_cut and stop is None
+        if self._parse and asked.may_call and not is_cut:
+            calls = read_calls(self._parse, content, lambda: asked.tools)
         try:
             functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
         except (ValueError, RecursionError):
@@ -237,7 +248,6 @@ class Chat:
         if not functions or any(call.error for call in calls):
             # A call that cannot be read or sent is none; the agent gets the text.
             calls = []
-        content = action.text
         for call in calls:
             content = content.replace(call.source, "", 1)
         thought, content = split_thought(content) if asked.has_thoughts else ("", content)
@@ -252,12 +262,12 @@ class Chat:
         answer = read_message(message, "the answer")
         place = self._places.setdefault((place, answer), len(self._places) + 1)
         self._answered.setdefault(place, []).append((action.turn, asked.tools))
-        if calls or thought:
+        if calls or thought or stop:
             self._texts[answer] = action.text
         if calls:
             self._calling[answer.call_ids] = answer
-        finish_reason = "tool_calls" if calls else "length" if action.is_cut else "stop"
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        reason = "tool_calls" if calls else "length" if is_cut else "stop"
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
 
     async def ask(
         self,
@@ -272,7 +282,7 @@ class Chat:
         is_gone: tells whether the client still waits for it. id_prefix: the beginning of the completion's id.
         has_thoughts: the thought with which an answer begins is not part of its text.
         """
-        said, tools = self._read(body)
+        (said, tools), stop = self._read(body), read_stop(body)
         if said[-1].role == "assistant":
             raise RequestError("the last message is the assistant's, expected one that the policy answers")
         for i, each in enumerate(said):
@@ -292,7 +302,6 @@ class Chat:
                 return await answer
         if not any(each is tools for each in self._tools):
             self._tools.append(tools)
-        model = str(body.get("model", "policy"))
         limit, may_call = min(limits, default=None), bool(tools) and body.get("tool_choice") != "none"
         self._waiting.append(
             _Request(
@@ -300,8 +309,9 @@ class Chat:
                 tools=tools,
                 may_call=may_call,
                 max_tokens=limit,
+                stop=stop,
                 num_tries=num_tries,
-                model=model,
+                model=str(body.get("model", "policy")),
                 answer=answer,
                 is_gone=is_gone,
                 id_prefix=id_prefix,
@@ -322,12 +332,7 @@ class Chat:
         if self._is_closed:
             raise RequestError("the conversation has ended")
         refuse_fields(body)
-        messages, tools = body.get("messages"), body.get("tools") or []
-        if not isinstance(messages, list) or not messages:
-            raise RequestError("messages is missing or empty, expected the whole conversation so far")
-        messages = in_order_of_calls(messages)
-        read = [read_message(message, f"messages[{i}]", self.read_image) for i, message in enumerate(messages)]
-        said = [self._known(each) for each in read]
+        said, tools = [self._known(each) for each in read_messages(body, self.read_image)], body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
         return said, next((each for each in self._tools if each == tools), tools)

@@ -23,11 +23,11 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (0,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "stop": ([], ""),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "logit_bias": ({},),
 }
+MOST_STOPS, MOST_STOP_CHARS = 16, 1000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -54,11 +54,37 @@ def refuse_fields(body: Mapping[str, object]) -> None:
     """Raise RequestError for fields that cannot be honoured, and must not be ignored."""
     for name, harmless in REFUSED.items():
         if body.get(name) is not None and body[name] not in harmless:
-            remedy = "; set rollout.stop" if name == "stop" else ""
-            raise RequestError(f"{name} is {body[name]!r}, expected it to be left out{remedy}")
+            raise RequestError(f"{name} is {body[name]!r}, expected it to be left out")
     for name in ("n", "max_tokens", "max_completion_tokens"):
         if (limit := body.get(name)) is not None and (not isinstance(limit, int) or limit < 1):
             raise RequestError(f"{name} is {limit!r}, expected a whole number of at least 1")
+
+
+def read_stop(body: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the texts at which a request wants its answer to end. Raises RequestError for too many."""
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
+        raise RequestError(f"stop is {str(stop)[:80]}, expected a text or a list of texts")
+    # Engines look for each of them after each token.
+    if len(stop) > MOST_STOPS or any(len(each) > MOST_STOP_CHARS for each in stop):
+        raise RequestError(
+            f"stop has {len(stop)} texts, expected up to {MOST_STOPS} of up to {MOST_STOP_CHARS} characters"
+        )
+    return tuple(each for each in stop if each)
+
+
+def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first of the texts that end it, and that one; all of it and None if there is none.
+
+    >>> before_stop("2 + 2 is 4. So", ["So", "."])
+    ('2 + 2 is 4', '.')
+    """
+    places = [(place, each) for each in stop if (place := text.find(each)) >= 0]
+    if not places:
+        return text, None
+    place, found = min(places, key=lambda each: each[0])
+    return text[:place], found
 
 
 def in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
@@ -79,6 +105,15 @@ def in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
         ordered += run
         ids = [_field(call, "id") for call in _field(run[-1], "tool_calls") or ()]
     return ordered
+
+
+def read_messages(body: Mapping[str, Any], read_image: Callable[[object], str] | None) -> list[Said]:
+    """Read what counts of a request's messages. Raises RequestError if there are none, and as `read_message` does."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages is missing or empty, expected the whole conversation so far")
+    ordered = enumerate(in_order_of_calls(messages))
+    return [read_message(message, f"messages[{i}]", read_image) for i, message in ordered]
 
 
 def _field(message: object, name: str) -> Any:

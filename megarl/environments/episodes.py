@@ -46,17 +46,18 @@ class EpisodeReply:
     environment added messages to it, else nothing. images: what these tokens show. after_turn: the number of the turn
     that they follow; None: the last. is_context: they are instead all that the policy reads next. observed: bounds, in
     `token_ids`, of the texts of its messages; None: nobody asked. max_turn_tokens: the environment's limit of the next
-    turn. num_tries: how many times the policy writes it. trains: whether it trains. beside: what the policy reads for
-    further turns that it writes at the same time. rewards: those of turns by their numbers, besides `reward` of the
-    last one. is_anew: a conversation that was to go on begins again. part: what was said, where the history is
-    rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`, `timed_out`,
-    `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is to be replaced; empty:
-    it is not.
+    turn. stop: texts that end it. num_tries: how many times the policy writes it. trains: whether it trains. beside:
+    what the policy reads for further turns that it writes at the same time. rewards: those of turns by their numbers,
+    besides `reward` of the last one. is_anew: a conversation that was to go on begins again. part: what was said, where
+    the history is rendered, so that the conversation can go on elsewhere. failure: the kind of failure (`raised`,
+    `timed_out`, `died`), in which case the rest says nothing; reason: one line. worn_out: why the worker is to be
+    replaced; empty: it is not.
     """
 
     token_ids: tuple[int, ...] = ()
     images: tuple[RowImage, ...] = ()
     max_turn_tokens: int | None = None
+    stop: tuple[str, ...] = ()
     num_tries: int = 1
     trains: bool = True
     beside: "tuple[EpisodeReply, ...]" = ()

@@ -181,7 +181,8 @@ class EnvironmentWorker:
                 raise ValueError(f"num_tries is {said.num_tries}, expected 1 to environment.max_turns={most}")
             live.asked += [live.chat] * said.num_tries
             limit = None if said.max_turn_tokens is None else int(said.max_turn_tokens)
-            return {"max_turn_tokens": limit, "num_tries": int(said.num_tries), "trains": bool(said.trains)}
+            told = {"max_turn_tokens": limit, "num_tries": int(said.num_tries), "trains": bool(said.trains)}
+            return told | {"stop": tuple(said.stop)}
 
         told = fields(live.environment)
         for each in live.environment.beside:

@@ -1,7 +1,7 @@
 """Produce samples with vLLM engines; `VllmSource.sample_one` is a sample's whole way from its prompt to the judges."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -101,7 +101,8 @@ class VllmSource:
                     sample = await self._write_at_once(group, sample, reply, wrote)
                 else:
                     limit = turn_limit(sample, plan, self._limits, reply.max_turn_tokens)
-                    completion = await self._generate(group, sample, limit, engine_of(sample, wrote))
+                    engine = engine_of(sample, wrote)
+                    completion = await self._generate(group, sample, limit, engine, reply.stop)
                     sample = extended(sample, completion)
                     if completion.engine is not None:
                         wrote[sample.num_tokens] = completion.engine
@@ -124,11 +125,12 @@ class VllmSource:
         counts, number = [reply.num_tries, *(each.num_tries for each in reply.beside)], episode_of(sample).num_turns
         if min(limits) < 1:
             return finished(sample, FinishReason.LENGTH)
+        stops = [reply.stop, *(each.stop for each in reply.beside)]
         which = [i for i, count in enumerate(counts) for _ in range(count)]
         # They stand in this order, whichever is written first; a checkpoint has all of them or none.
         written = await asyncio.gather(
             *(
-                self._try(group, replace(asked[i], seed=try_seed(sample.seed, place)), limits[i], wrote)
+                self._try(group, replace(asked[i], seed=try_seed(sample.seed, place)), limits[i], wrote, stops[i])
                 for place, i in enumerate(which)
             )
         )
@@ -139,19 +141,22 @@ class VllmSource:
         return sample
 
     async def _try(
-        self, group: Group, sample: Sample, limit: int, wrote: Mapping[int, int]
+        self, group: Group, sample: Sample, limit: int, wrote: Mapping[int, int], stop: Sequence[str]
     ) -> tuple[Sample, int | None]:
         """Write one of several turns; return the sample with it, and the engine that has its keys."""
         num_known, engine = sample.num_response_tokens, engine_of(sample, wrote)
         while sample.finish_reason is FinishReason.ABORT:
             most = max(1, limit - sample.num_response_tokens + num_known)
-            completion = await self._engines.generate(_request(group, sample, most, engine))
+            completion = await self._engines.generate(_request(group, sample, most, engine, stop))
             sample, engine = extended(sample, completion), completion.engine
         return sample, engine
 
-    async def _generate(self, group: Group, sample: Sample, max_tokens: int, engine: int | None = None) -> Completion:
+    async def _generate(
+        self, group: Group, sample: Sample, max_tokens: int, engine: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
         """Ask an engine for more of a sample, of which a checkpoint has what is written so far."""
-        asked = group.asked[sample.sample_index] = self._engines.generate(_request(group, sample, max_tokens, engine))
+        request = _request(group, sample, max_tokens, engine, stop)
+        asked = group.asked[sample.sample_index] = self._engines.generate(request)
         completion = await asked
         del group.asked[sample.sample_index]
         return completion
@@ -168,8 +173,14 @@ class VllmSource:
         return found
 
 
-def _request(group: Group, sample: Sample, max_tokens: int, engine: int | None) -> GenerationRequest:
-    """Return the request for more of a sample. engine: the one that has its keys and values, if any has."""
+def _request(
+    group: Group, sample: Sample, max_tokens: int, engine: int | None, stop: Sequence[str] = ()
+) -> GenerationRequest:
+    """Return the request for more of a sample. engine: the one that has its keys and values, if any has.
+
+    stop: further texts that end it.
+    """
+    sampling = group.plan.sampling_of(sample.sample_index)
     ids, images = group.prompt.token_ids, sample.images
     # Most requests are for the prompt of the data, and share its tuple.
     if len(sample.segments) > 1 or group.prompt.environment:
@@ -178,7 +189,7 @@ def _request(group: Group, sample: Sample, max_tokens: int, engine: int | None) 
     return GenerationRequest(
         token_ids=ids,
         seed=sample.seed,
-        sampling=group.plan.sampling_of(sample.sample_index),
+        sampling=replace(sampling, stop=(*sampling.stop, *stop)) if stop else sampling,
         max_tokens=max_tokens,
         num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
         with_nucleus=group.plan.with_nucleus,

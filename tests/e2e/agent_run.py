@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
@@ -13,6 +14,7 @@ from megarl.host import loop
 from megarl.rollout.conversations import Conversation
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.regenerate import spans_of
 from megarl.rollout.source import Doing, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import Prompt, Sample
@@ -85,11 +87,14 @@ class _World:
 def converse(
     _: RankContext, engine: EngineSpec, host: WorkerSpec, prompts: Sequence[Prompt], plan: SamplingPlan
 ) -> Outcome:
-    """Sample the conversations of prompts."""
+    """Sample the conversations of prompts, and each of their turns once more from the samples, as `regenerate` does."""
     host_loop = asyncio.new_event_loop()
     threading.Thread(target=host_loop.run_forever, daemon=True).start()
     with running(engine) as started:
         world = _World(engine=started, host=EnvironmentWorker(host), host_loop=host_loop)
         source = VllmSource(world, world, host.config)
         rollout = collect(world.wait, begin_groups(source, prompts, plan), timeout_s=200.0)
+        spans = [span for sample in rollout.samples for span in spans_of(Path("again"), sample)]
+        for span, completion in zip(spans, started.generate([span.request(plan) for span in spans]), strict=True):
+            span.compare(completion)
     return Outcome(samples=rollout.samples, returned=world.returned)

@@ -24,7 +24,7 @@ from megarl.types.rows import paths_of
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.agent_run import Outcome, converse
 from tests.e2e.support import small_config
-from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
+from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS, STOPS
 from tests.helpers.family_parity import load_transformers
 from tests.helpers.kill_resume import SmallRun, make_inputs
 from tests.helpers.rank_pool import RankPool
@@ -107,14 +107,19 @@ def test_an_openai_client_trains_on_what_the_engine_returned(engine_process: Ran
     outcome = talk_with(engine_process, talker, {"agent": f"{HELPERS / 'chat_agent.py'}:ask_often"}, num_samples=6)
     tokenizer = load_tokenizer(talker)
     chat = [Message(role="system", content="Be brief."), Message(role="user", content="37*21=?")]
-    num_unlike = 0
+    num_unlike, num_stopped = 0, 0
     for sample in outcome.samples:
         assert sample.episode is not None
         assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
         assert sample.prompt_token_ids.tolist() == encode_chats(tokenizer, [chat])[0]
         turns = turns_of(sample, outcome)
         texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
-        assert sample.episode.details["texts"] == texts
+        # Of a turn that a text ended the agent gets what is before, and all that the engine returned trains.
+        seen = [*texts]
+        if seen[1][-1:] in STOPS:
+            seen[1], num_stopped = seen[1][:-1], num_stopped + 1
+        assert not {*STOPS} & {*seen[1]}
+        assert sample.episode.details["texts"] == seen
         assert len(turns) == NUM_TURNS
         assert max(map(len, turns)) <= MAX_TOKENS
         for i, turn in enumerate(turns):
@@ -123,6 +128,7 @@ def test_an_openai_client_trains_on_what_the_engine_returned(engine_process: Ran
         assert sample.segments[-1].reward == len(texts[-1]) % 3
     # Tokenised again, the texts would be other tokens.
     assert num_unlike > 0
+    assert num_stopped > 0
 
 
 def test_every_branch_of_a_conversation_was_sampled_as_it_trains(engine_process: RankPool, talker: Path) -> None:

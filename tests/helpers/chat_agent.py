@@ -9,6 +9,8 @@ from megarl.types import Prompt
 
 NUM_TURNS = 4
 MAX_TOKENS = 40
+# The second turn ends at the first of these letters, of which random turns have one in a while.
+STOPS = [*"abcdefghijklmnop"]
 
 
 async def ask_often(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
@@ -16,7 +18,8 @@ async def ask_often(prompt: Prompt, base_url: str, api_key: str) -> dict[str, An
     texts = []
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for i in range(NUM_TURNS):
-            completion = await client.chat.completions.create(model="any", messages=messages, max_tokens=MAX_TOKENS)
+            rest: dict[str, Any] = {"max_tokens": MAX_TOKENS} | ({"stop": STOPS} if i == 1 else {})
+            completion = await client.chat.completions.create(model="any", messages=messages, **rest)
             answer = completion.choices[0].message
             texts.append(answer.content)
             messages += [answer, {"role": "user", "content": f"And then, {i}?"}]

@@ -54,7 +54,7 @@ class Messages(Dialect):
 
     def write(self, completion: Json, body: Json, chat: Chat) -> Json:
         [choice], usage = completion["choices"], completion["usage"]
-        message, blocks = choice["message"], list[Json]()
+        message, blocks, reason = choice["message"], list[Json](), _STOP_REASONS[choice["finish_reason"]]
         if thought := message.get("reasoning"):
             blocks.append({"type": "thinking", "thinking": thought, "signature": completion["id"]})
         if message["content"]:
@@ -69,13 +69,19 @@ class Messages(Dialect):
             "role": "assistant",
             "model": completion["model"],
             "content": blocks or [{"type": "text", "text": ""}],
-            "stop_reason": _STOP_REASONS[choice["finish_reason"]],
-            "stop_sequence": None,
+            "stop_reason": reason if (stop := choice.get("stop_reason")) is None else "stop_sequence",
+            "stop_sequence": stop,
             "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
         }
 
     def events(self, written: Json, body: Json) -> Iterator[str]:
-        head = {**written, "content": [], "stop_reason": None, "usage": {**written["usage"], "output_tokens": 0}}
+        head = {
+            **written,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**written["usage"], "output_tokens": 0},
+        }
         parts: list[dict[str, object]] = [{"type": "message_start", "message": head}]
         for index, block in enumerate(written["content"]):
             if block["type"] == "tool_use":
@@ -90,7 +96,7 @@ class Messages(Dialect):
             parts.append({"type": "content_block_start", "index": index, "content_block": start})
             parts += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
             parts.append({"type": "content_block_stop", "index": index})
-        end = {"stop_reason": written["stop_reason"], "stop_sequence": None}
+        end = {key: written[key] for key in ("stop_reason", "stop_sequence")}
         parts.append({"type": "message_delta", "delta": end, "usage": written["usage"]})
         parts.append({"type": "message_stop"})
         for part in parts:

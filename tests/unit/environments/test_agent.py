@@ -290,7 +290,7 @@ def test_verifiers_calls_its_tool_and_goes_on() -> None:
         converse({"command": verifiers_command()}, f"So {call}", "It is 777", "3", "3.", reply_timeout_s=300.0)
     )
     assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
-    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": [], "branches_other_beginning": 1}
+    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
     assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0]
     assert talk.text == (
         "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"

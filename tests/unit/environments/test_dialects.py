@@ -207,7 +207,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ("messages/batches", {}, 404, "there is no POST /v1/messages/batches here"),
         ("messages", {"max_tokens": 9}, 400, "messages is missing"),
         ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "got an image, expected text alone"),
-        ("messages", {"messages": USER, "stop_sequences": ["END"]}, 400, "stop is ['END']"),
+        ("messages", {"messages": USER, "stop_sequences": ["END"] * 17}, 400, "stop has 17 texts, expected up to 16"),
         ("messages", {"messages": USER, "tools": [], "tool_choice": {"type": "any"}}, 400, "tool_choice is 'any'"),
         ("messages", {"messages": [*USER, {"role": "assistant", "content": "It is"}]}, 400, "is the assistant's"),
         ("messages", {"messages": USER, "output_config": {"format": {"type": "json_schema"}}}, 400, "response_format"),
@@ -216,7 +216,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ("responses", {"input": "1+2?", "background": True}, 400, "background is True"),
         ("responses", {"input": "1+2?", "text": {"format": {"type": "json_object"}}}, 400, "response_format"),
         ("responses", {}, 400, "input is None"),
-        ("chat/completions", {"messages": USER, "stop": ["END"]}, 400, "stop is ['END']"),
+        ("chat/completions", {"messages": USER, "stop": 3}, 400, "stop is 3, expected a text or a list of texts"),
     ],
 )
 def test_what_is_refused_says_why_in_the_form_of_its_dialect_and_is_counted(
@@ -234,6 +234,46 @@ def test_what_is_refused_says_why_in_the_form_of_its_dialect_and_is_counted(
     error: Any = details["said"]
     assert says in error["error"]["message"]
     assert (error.get("type") == "error") == path.startswith("messages")
+
+
+def test_an_answer_ends_before_the_first_stop_text_and_the_policy_reads_all_that_it_wrote() -> None:
+    """Its turn goes on to the end of that text, as engines stop there; a call that ends with it is one."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        chat: list[Any] = [{"role": "user", "content": "1+2?"}]
+        seen: list[Any] = []
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as there:
+            tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+            for stop in (["SO", "END"], "</tool_call>"):
+                (first,) = there.chat.completions.create(model="any", messages=chat, tools=tools, stop=stop).choices
+                seen.append([first.message.content, first.finish_reason])
+                role = {"role": "tool", "tool_call_id": "call_1_0"} if first.message.tool_calls else {"role": "user"}
+                chat += [first.message, {**role, "content": "Sure?"}]
+        asked: list[Any] = [{"role": "user", "content": "1+2?"}]
+        rest: dict[str, Any] = {"model": "any", "max_tokens": 9, "messages": asked, "stop_sequences": ["\n"]}
+        with claude(base_url, api_key) as other:
+            second = other.messages.create(**rest)
+            asked += [{"role": "assistant", "content": second.content}, {"role": "user", "content": "Sure?"}]
+            with other.messages.stream(**rest) as events:
+                third = events.get_final_message()
+        texts = [getattr(each.content[0], "text", "") for each in (second, third)]
+        seen += [
+            [text, each.stop_reason, each.stop_sequence] for text, each in zip(texts, (second, third), strict=True)
+        ]
+        return {"seen": seen}
+
+    talk = lead(agent, "3 END", call, "Let me see.\n", "It is 3")
+    assert talk.last.details["seen"] == [
+        ["3 ", "stop"],
+        [None, "tool_calls"],
+        ["Let me see.", "stop_sequence", "\n"],
+        ["It is 3", "end_turn", None],
+    ]
+    assert [reply.stop for reply in talk.replies[:-1]] == [("SO", "END"), ("</tool_call>",), ("\n",), ("\n",)]
+    assert [reply.is_context for reply in talk.replies[1:-1]] == [False, True, False]
+    assert "assistant\n3 END<|im_end|>\n" in talk.text
+    assert "assistant\nLet me see.\n<|im_end|>\n<|im_start|>user\nSure?" in talk.text
 
 
 @pytest.mark.parametrize(("given", "status"), [({}, 200), ({"store": True}, 200), ({"store": False}, 400)])

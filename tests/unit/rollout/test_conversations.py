@@ -600,13 +600,14 @@ def test_turns_of_several_chats_are_written_at_the_same_time_and_stand_in_their_
     world, _, group = begin(max_tokens=100, max_turns=5)
     world.reply()
     world.speak(100, END)
-    helper = EpisodeReply(token_ids=(5, 8, 9), is_context=True, max_turn_tokens=3)
+    helper = EpisodeReply(token_ids=(5, 8, 9), is_context=True, max_turn_tokens=3, stop=("a", "b"))
     world.reply(5, 8, is_context=True, beside=(helper,))
     second, first = world.speak(102, 103, reason=FinishReason.LENGTH, place=1), world.speak(101, END)
     # Of 100 tokens, 2 are written, 8 is read by both, and 9 by the second alone: (100 - 4) // 2 are left to each, and
     # 20 on the path of the first, whose context is as long as the prompt.
     assert [(each.token_ids, each.num_before) for each in (first, second)] == [((5, 8), 2), ((5, 8, 9), 2)]
     assert (first.max_tokens, second.max_tokens) == (20, 3)
+    assert (first.sampling.stop, second.sampling.stop) == ((), ("a", "b"))
     assert second.seed == try_seed(first.seed, 1)
     acts = (
         TurnRequest(token_ids=(101, END), turn=1, num_before=2),
