@@ -27,6 +27,7 @@ from megarl.environments.chat_requests import (
     read_stop,
     refuse_fields,
 )
+from megarl.environments.message_tree import MessageTree
 from megarl.environments.parsers import Parser, read_calls
 from megarl.host.clock import awake_s
 from megarl.host.unicode import readable
@@ -70,7 +71,7 @@ class Chat:
     sub-agent's, the same question once more. Messages that chats share are kept once, as a tree.
 
     turns: by the id of each completion, the turns that are its choices.
-    histories: by such an id, all messages up to the completion, where clients may go on from it by the id alone.
+    stored: by such an id, how many messages before its chat were instructions, where clients may go on by it alone.
     branches: how many requests began a chat of their own, by the cause. num_refused: requests that were not answered.
     changed: the calls of answers that came back with other arguments, by their ids.
     """
@@ -82,9 +83,8 @@ class Chat:
         """
         self.key = secrets.token_urlsafe(16)
         self._parse, self._untrained_models = parse, untrained_models
-        # The place of each message in the tree, by that of the one before it; the root's is 0. Places of answered
-        # requests, and of answers with their turns and tools.
-        self._places: dict[tuple[int, Said], int] = {}
+        # Places in the tree of answered requests, and of answers with their turns and tools.
+        self._tree = MessageTree()
         self._questions: set[int] = set()
         self._answered: dict[int, list[tuple[int, Tools]]] = {}
         self._tools: list[Tools] = []
@@ -93,7 +93,9 @@ class Chat:
         # The answers with calls, by the ids of these.
         self._calling: dict[tuple[str, ...], Said] = {}
         self.turns: dict[str, list[int]] = {}
-        self.histories: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self.stored: dict[str, int] = {}
+        # By the id of each completion, the place of its request, and its answer with the ids of its calls.
+        self._ends: dict[str, tuple[int, Said]] = {}
         self.branches, self.num_refused, self.changed = Counter[str](), 0, set[tuple[str, ...]]()
         self.count_tokens: TokenCounter | None = None
         self.read_image: Callable[[object], str] | None = None
@@ -140,19 +142,10 @@ class Chat:
         limits = (asked.num_tries, asked.max_tokens or 0, asked.stop, asked.model)
         return (math.inf if after is None else after, said, self._tools.index(asked.tools), *limits)
 
-    def _places_of(self, said: Sequence[Said]) -> list[int]:
-        """Return the places in the tree of chats of those first messages that are known, after that of the root."""
-        places = [0]
-        for each in said:
-            if (place := self._places.get((places[-1], each))) is None:
-                break
-            places.append(place)
-        return places
-
     def _known_turn(self, asked: _Request) -> tuple[int, int | None]:
         """Return after which turn a request goes on, and how many messages lead to its answer; 0 and None: no turn."""
         num_known = max((i for i, each in enumerate(asked.said, 1) if each.role == "assistant"), default=0)
-        places = self._places_of(asked.said[:num_known])
+        places = self._tree.known(asked.said[:num_known])
         if len(places) > num_known > 0:
             turns = [turn for turn, tools in self._answered.get(places[-1], ()) if tools is asked.tools]
             return (num_known, turns[-1]) if turns else (0, None)
@@ -175,7 +168,7 @@ class Chat:
         """Return why a request goes on from no earlier one: the same was asked before, its tools differ, it begins in
         another way, or messages within were changed or left out.
         """
-        places = self._places_of(asked.said)
+        places = self._tree.known(asked.said)
         if len(places) > len(asked.said) and places[-1] in self._questions:
             return "asked_again"
         if any(place in self._answered for place in places):
@@ -215,12 +208,12 @@ class Chat:
         """Answer a request with all tries of a turn; return the number of tools that they call."""
         place = 0
         for each in asked.said:
-            place = self._places.setdefault((place, each), len(self._places) + 1)
+            place = self._tree.add(each, place)
         self._questions.add(place)
-        choices = [self._choice(asked, place, index, action) for index, action in enumerate(actions)]
+        name = asked.id_prefix + secrets.token_hex(8)
+        choices = [self._choice(asked, place, index, action, name) for index, action in enumerate(actions)]
         num_before, num_written = actions[0].num_before, sum(action.num_tokens for action in actions)
         usage = {"prompt_tokens": num_before, "completion_tokens": num_written}
-        name = asked.id_prefix + secrets.token_hex(8)
         completion = {
             "id": name,
             "object": "chat.completion",
@@ -235,8 +228,8 @@ class Chat:
             asked.answer.set_result(completion)
         return sum(len(choice["message"].get("tool_calls", ())) for choice in choices)
 
-    def _choice(self, asked: _Request, place: int, index: int, action: Action) -> dict[str, Any]:
-        """Return a turn of the policy as a choice of a completion, and remember what it answered."""
+    def _choice(self, asked: _Request, place: int, index: int, action: Action, name: str) -> dict[str, Any]:
+        """Return a turn of the policy as a choice of the completion `name`, and remember what it answered."""
         calls, (content, stop) = [], before_stop(action.text, asked.stop)
         is_cut = action.is_cut and stop is None
         if self._parse and asked.may_call and not is_cut:
@@ -260,8 +253,8 @@ class Chat:
                 for i, function in enumerate(functions)
             ]
         answer = read_message(message, "the answer")
-        place = self._places.setdefault((place, answer), len(self._places) + 1)
-        self._answered.setdefault(place, []).append((action.turn, asked.tools))
+        self._ends[name] = place, answer
+        self._answered.setdefault(self._tree.add(answer, place), []).append((action.turn, asked.tools))
         if calls or thought or stop:
             self._texts[answer] = action.text
         if calls:
@@ -320,6 +313,11 @@ class Chat:
         )
         self._arrived.set()
         return await answer
+
+    def before(self, name: str) -> list[Said]:
+        """Return the messages up to a stored completion, without the instructions of its request."""
+        place, answer = self._ends[name]
+        return [*self._tree.chat_to(place)[self.stored[name] :], answer]
 
     def num_tokens(self, body: Mapping[str, Any]) -> int:
         """Count the tokens of a request's messages and tools. Raises RequestError as `ask` does."""

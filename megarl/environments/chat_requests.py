@@ -108,15 +108,22 @@ def in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
 
 
 def read_messages(body: Mapping[str, Any], read_image: Callable[[object], str] | None) -> list[Said]:
-    """Read what counts of a request's messages. Raises RequestError if there are none, and as `read_message` does."""
+    """Read what counts of a request's messages, of which some may have been read.
+
+    Raises RequestError if there are none, and as `read_message` does.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages is missing or empty, expected the whole conversation so far")
     ordered = enumerate(in_order_of_calls(messages))
-    return [read_message(message, f"messages[{i}]", read_image) for i, message in ordered]
+    return [
+        each if isinstance(each, Said) else read_message(each, f"messages[{i}]", read_image) for i, each in ordered
+    ]
 
 
 def _field(message: object, name: str) -> Any:
+    if isinstance(message, Said):
+        return {"role": message.role, "tool_calls": [{"id": each} for each in message.call_ids]}.get(name)
     return message.get(name) if isinstance(message, Mapping) else None
 
 

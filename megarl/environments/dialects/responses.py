@@ -27,16 +27,10 @@ class Responses(Dialect):
         asked = [{"role": "system", "content": instructions}] if instructions else []
         read: dict[str, object] = {"messages": [*asked, *_history(body, chat)], "model": body.get("model", "policy")}
         functions = []
-        for tool in body.get("tools") or ():
-            # Other kinds are those that OpenAI's servers run.
-            if tool.get("type") in ("function", "custom"):
-                schema = tool.get("parameters") if tool["type"] == "function" else _FREE_TEXT
-                function = {
-                    "name": tool.get("name"),
-                    "description": tool.get("description") or "",
-                    "parameters": schema,
-                }
-                functions.append({"type": "function", "function": function})
+        for name, (_, tool) in _tools(body).items():
+            schema = tool.get("parameters") if tool["type"] == "function" else _FREE_TEXT
+            function = {"name": name, "description": tool.get("description") or "", "parameters": schema}
+            functions.append({"type": "function", "function": function})
         if functions:
             read["tools"] = functions
         choice, form = body.get("tool_choice"), (body.get("text") or {}).get("format") or {"type": "text"}
@@ -51,8 +45,8 @@ class Responses(Dialect):
         [choice], usage, name = completion["choices"], completion["usage"], completion["id"]
         message, own = choice["message"], name.removeprefix(self.id_prefix)
         if body.get("store", True) is not False:
-            chat.histories[name] = [*_history(body, chat), message]
-        free = {tool.get("name") for tool in body.get("tools") or () if tool.get("type") == "custom"}
+            chat.stored[name] = bool(text_of(body.get("instructions"), "instructions"))
+        tools = _tools(body)
         items: list[Json] = []
         if thought := message.get("reasoning"):
             content = [{"type": "reasoning_text", "text": thought}]
@@ -64,8 +58,10 @@ class Responses(Dialect):
             items.append(text)
         for i, call in enumerate(message.get("tool_calls", ())):
             function = call["function"]
-            item = {"id": f"fc_{own}_{i}", "call_id": call["id"], "name": function["name"], "status": "completed"}
-            given = json.loads(function["arguments"]) if function["name"] in free else {}
+            space, tool = tools.get(function["name"], ("", {}))
+            item = {"id": f"fc_{own}_{i}", "call_id": call["id"], "status": "completed"}
+            item |= {"name": tool.get("name", function["name"]), **({"namespace": space} if space else {})}
+            given = json.loads(function["arguments"]) if tool.get("type") == "custom" else {}
             if given.keys() == {"input"} and isinstance(given["input"], str):
                 items.append({**item, "type": "custom_tool_call", **given})
             else:
@@ -136,16 +132,36 @@ def _events(written: Json) -> Iterator[tuple[str, Json]]:
     yield f"response.{written['status']}", {"response": written}
 
 
-def _history(body: Json, chat: Chat) -> list[Json]:
-    """Return the messages of a request as chat completions have them, without its instructions.
+def _in_space(space: object, name: object) -> str:
+    """Return the name by which the policy knows a tool of a namespace, as Codex writes it."""
+    return f"{space}__{name}".replace("____", "__") if space else str(name)
+
+
+def _tools(body: Json) -> dict[str, tuple[str, Json]]:
+    """Return a request's tools with their namespaces, by the names that the policy reads.
+
+    Other kinds are those that OpenAI's servers run.
+    """
+    found: dict[str, tuple[str, Json]] = {}
+    for given in body.get("tools") or ():
+        is_space = given.get("type") == "namespace"
+        space = str(given.get("name")) if is_space else ""
+        for tool in given.get("tools") or () if is_space else (given,):
+            if tool.get("type") in ("function", "custom"):
+                found[_in_space(space, tool.get("name"))] = space, tool
+    return found
+
+
+def _history(body: Json, chat: Chat) -> list[Any]:
+    """Return the messages of a request as chat completions have them, without its instructions; earlier ones as read.
 
     A turn of the policy is one message, of however many items.
     """
-    found: list[Json] = []
+    found: list[Any] = []
     if before := body.get("previous_response_id"):
-        if before not in chat.histories:
+        if before not in chat.stored:
             raise RequestError(f"previous_response_id is {before!r}, expected a response of this conversation")
-        found += chat.histories[before]
+        found += chat.before(before)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
@@ -162,7 +178,8 @@ def _history(body: Json, chat: Chat) -> list[Json]:
                 turn["content"] = f"{turn['content']}{text_of(item.get('content'), f'input[{i}].content', _TEXTS)}"
             elif kind in _CALLS:
                 given = item.get("arguments") if kind == _CALLS[0] else json.dumps({"input": item.get("input")})
-                call = {"id": item.get("call_id"), "function": {"name": item.get("name"), "arguments": given}}
+                name = _in_space(item.get("namespace"), item.get("name"))
+                call = {"id": item.get("call_id"), "function": {"name": name, "arguments": given}}
                 turn.setdefault("tool_calls", []).append(call)
             continue
         turn = None

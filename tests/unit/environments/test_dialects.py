@@ -179,6 +179,27 @@ def test_a_tool_that_takes_any_text_gets_it_and_comes_back() -> None:
     assert not any(reply.is_context for reply in talk.replies)
 
 
+def test_tools_of_a_namespace_have_its_name_before_theirs_and_calls_come_back_with_both() -> None:
+    """As Codex sends tools of MCP servers; the policy reads and writes one name."""
+    tool = {"type": "function", "name": "add", "parameters": SCHEMA}
+    tools: Any = [{"type": "namespace", "name": "mcp__sums__", "tools": [tool]}, {**tool, "name": "plain"}]
+
+    def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as there:
+            first = there.responses.create(input="1+2?", model="any", tools=tools)
+            (call,) = first.output
+            back = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+            chat: Any = [{"role": "user", "content": "1+2?"}, call.model_dump(exclude_none=True), back]
+            there.responses.create(input=chat, model="any", tools=tools)
+        return {"call": [call.namespace, call.name]}
+
+    call = CALLS[: CALLS.index("</tool_call>") + 12].replace("add", "mcp__sums__add")
+    talk = lead(agent, call, "3")
+    assert talk.last.details == {"call": ["mcp__sums__", "add"]}, talk.last
+    assert talk.text.startswith("<|im_start|>tools\nmcp__sums__add plain<|im_end|>\n")
+    assert not any(reply.is_context for reply in talk.replies)
+
+
 def test_models_are_listed_telemetry_is_taken_and_a_doubled_v1_is_read() -> None:
     def agent(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         with openai.OpenAI(base_url=f"{base_url}/v1", api_key=api_key) as there:
