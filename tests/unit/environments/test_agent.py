@@ -387,7 +387,7 @@ def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
     [
         ({"n": 0}, "n is 0, expected a whole number of at least 1"),
         ({"logprobs": True}, "logprobs is True, expected it to be left out"),
-        ({"stop": ["\n"]}, r"stop is .*; set rollout.stop"),
+        ({"stop": ["\n"] * 17}, "stop has 17 texts, expected up to 16 of up to 1000 characters"),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         ({"tool_choice": "required", "tools": [ADD]}, "tool_choice is 'required'"),
         ({"functions": [ADD["function"]]}, "functions is"),
