@@ -116,9 +116,7 @@ def read_messages(body: Mapping[str, Any], read_image: Callable[[object], str] |
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages is missing or empty, expected the whole conversation so far")
     ordered = enumerate(in_order_of_calls(messages))
-    return [
-        each if isinstance(each, Said) else read_message(each, f"messages[{i}]", read_image) for i, each in ordered
-    ]
+    return [each if isinstance(each, Said) else read_message(each, f"messages[{i}]", read_image) for i, each in ordered]
 
 
 def _field(message: object, name: str) -> Any:

@@ -7,6 +7,7 @@ policy are short texts.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing as mp
 import resource
@@ -56,7 +57,11 @@ async def _ask(url: str, dialect: str, num_turns: int, text: str, client: httpx.
     answer: Mapping[str, Any] | None = None
     for turn in range(num_turns):
         body = _next_body(dialect, body, answer, f"{turn} {text}")
-        answer = (await client.post(f"{url}/{PATHS[dialect]}", json=body)).raise_for_status().json()
+        answer = None
+        while answer is None:
+            # A loop with so many clients may be later with a request than connections of strangers are kept.
+            with contextlib.suppress(httpx.TransportError):
+                answer = (await client.post(f"{url}/{PATHS[dialect]}", json=body)).raise_for_status().json()
 
 
 def _clients(jobs: Connection) -> None:
@@ -109,13 +114,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--kib", type=float, nargs="+", default=[0.25, 8.0])
+    parser.add_argument("--dialects", nargs="+", choices=PATHS, default=[*PATHS])
     asked = parser.parse_args()
     ENVIRONMENTS.register("load")(lambda: AgentEnvironment(agent=_wait))
     mine, theirs = mp.Pipe()
     # Before any loop runs, and without importing all of it once more.
     mp.get_context("fork").Process(target=_clients, args=(theirs,), daemon=True).start()
     theirs.close()
-    for dialect in PATHS:
+    for dialect in asked.dialects:
         for kib in asked.kib:
             text = "So it goes. " * round(kib * 1024 / 12)
             seconds, mib = asyncio.run(_serve(mine, dialect, asked.samples, asked.turns, text))
