@@ -21,6 +21,8 @@ def calibrate(recorded: Path, *, device_bytes: int = H100_BYTES) -> Constants:
 
     recorded: the run's directory, or its timeline.jsonl or metrics.jsonl. Raises DataError as `recorded_steps`.
     """
+    if not recorded.exists():
+        raise DataError(f"--calibration: no such file: {recorded}; name the timeline.jsonl of a run")
     config, steps = recorded_steps(RunPaths(recorded if recorded.is_dir() else recorded.parent))
     lengths = float(np.mean(column(steps, "response_length/mean"))) / config.rollout.max_response_tokens
     published = Constants(mean_share=min(1.0, lengths))

@@ -1,5 +1,6 @@
 """Describe what `megarl plan` is asked: a model on GPUs, with settings that are given and others to choose."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -63,7 +64,7 @@ def new_search(
     """Describe a search. model: a directory with a config.json, or a name or hub id of which a config.json comes with
     megarl.
     """
-    if gpus < 1 or per_node < 1 or (gpus > per_node and gpus % per_node) or device_gib <= 0:
+    if gpus < 1 or per_node < 1 or (gpus > per_node and gpus % per_node) or not 0 < device_gib < math.inf:
         raise ConfigError(
             f"--gpus {gpus} --gpus-per-node {per_node} --device-gib {device_gib:g}: expected at least one GPU, whole "
             "nodes if there are several, and some memory; change one of them"

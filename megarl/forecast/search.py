@@ -78,14 +78,19 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
         return best
     if refusals:
         raise refusals[0]
-    weights = search.stage_bytes / max(_engine_sizes(search, search.gpus))
-    trainer = f"{min(trainers) / 2**30:.1f} GiB" if trainers else "a number that divides the model"
     asked = f" with {', '.join(sorted(search.given))} as given" if search.given else ""
+    if not trainers:
+        raise ConfigError(
+            f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} uses these GPUs, whatever their "
+            "memory: its sizes have to divide the model's heads and layers and the GPUs, and placement.mode=split needs whole "
+            "nodes for the engines; change these settings, --gpus or --gpus-per-node"
+        )
+    weights = search.stage_bytes / max(_engine_sizes(search, search.gpus))
     raise ConfigError(
         f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} fits "
         f"{FILL * search.device_bytes / 2**30:.1f} GiB, {FILL:.0%} of a GPU; the trainer needs at least "
-        f"{trainer} per GPU, and an engine {weights / 2**30:.1f} GiB for its weights; give more GPUs, GPUs with more "
-        "memory (--device-gib), or more of them per node (--gpus-per-node)"
+        f"{min(trainers) / 2**30:.1f} GiB per GPU, and an engine {weights / 2**30:.1f} GiB for its weights; give more "
+        "GPUs, GPUs with more memory (--device-gib), or more of them per node (--gpus-per-node)"
     )
 
 

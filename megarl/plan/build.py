@@ -3,6 +3,7 @@
 If model and data are present, the plan also has the warnings that the run would print about its data.
 """
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -83,7 +84,7 @@ def print_plan(
     device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
     smallest device of this machine, if it has any.
     """
-    if device_gib is not None and device_gib <= 0:
+    if device_gib is not None and not 0 < device_gib < math.inf:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
     device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
     is_here = device_gib is None and not target_in_words()

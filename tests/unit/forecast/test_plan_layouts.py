@@ -364,10 +364,19 @@ def test_given_settings_are_kept(overrides: list[str], gpus: int) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("actor.layout.tp=3", r"no layout of qwen3-8b with actor\.layout\.tp as given fits"),
-        ("actor.layout.dp=5", r"no layout of qwen3-8b with actor\.layout\.dp as given fits"),
+        (
+            "actor.layout.tp=3",
+            r"no layout of qwen3-8b with actor\.layout\.tp as given uses",
+        ),
+        (
+            "actor.layout.dp=5",
+            r"no layout of qwen3-8b with actor\.layout\.dp as given uses",
+        ),
         ("rollout.engine.tp=16", r"no layout of qwen3-8b with rollout\.engine\.tp as given fits"),
-        ("placement.mode=split", r"no layout of qwen3-8b with placement\.mode as given fits"),
+        (
+            "placement.mode=split",
+            r"no layout of qwen3-8b with placement\.mode as given uses",
+        ),
         ("trainer.mini_batch_prompts=100", r"trainer\.mini_batch_prompts"),
     ],
 )
