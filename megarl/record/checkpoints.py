@@ -162,6 +162,10 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
         raise DataError(f"{newest}: is damaged: {damage}; {other}: put a copy of {newest.name} back, or {remedy}")
     for path, damage in damaged.items():
         print_lines(f"{path}: is damaged, and not used: {damage}")
+    if whole is not None and not (whole / MARKER).stat().st_size:
+        print_lines(
+            f"warning: {whole / MARKER}: is empty, so nothing tells whether files of this checkpoint are damaged"
+        )
     return None if whole is None else read_checkpoint(whole)
 
 

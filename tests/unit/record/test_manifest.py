@@ -218,11 +218,19 @@ def test_an_evaluation_and_a_conversion_are_told_too(tmp_path: Path) -> None:
         read_checkpoint(path)
 
 
-def test_markers_of_earlier_versions_say_nothing(tmp_path: Path) -> None:
+def test_markers_of_earlier_versions_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor do those that a user has made; that is told."""
     path = write(tmp_path, 4)
+    assert last_checkpoint(path.parent) is not None
+    assert capsys.readouterr().out == ""
     (path / MARKER).write_text("")
     assert damage_of(path) is None
-    assert read_checkpoint(path).state.step == 4
+    found = last_checkpoint(path.parent)
+    assert found is not None
+    assert found.state.step == 4
+    assert capsys.readouterr().out.startswith(
+        f"warning: {path / MARKER}: is empty, so nothing tells whether files of it "
+    )
 
 
 def test_of_large_files_the_ends_and_blocks_between_are_compared(
