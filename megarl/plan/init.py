@@ -213,7 +213,7 @@ def init_run(request: InitRequest, look: Callable[[Config], object] = lambda _: 
         raise ConfigError(f"{file} exists; name another directory, or remove it")
     _algorithm(request.algo)
     positions = read_model_spec(local_model(request.model, "--model", weights=False), "--model").max_positions
-    columns = columns_of(train) if (train := Path(request.train[0])).is_file() else ("prompt", "reward_model")
+    columns = columns_of(train) if (train := Path(request.train[0])).exists() else ("prompt", "reward_model")
     request = replace(
         request,
         prompt_key=request.prompt_key or (None if "prompt" in columns else _named(columns, PROMPT_NAMES)),
@@ -224,7 +224,7 @@ def init_run(request: InitRequest, look: Callable[[Config], object] = lambda _: 
     with tempfile.TemporaryDirectory() as scratch:
         draft = Path(scratch) / "run.yaml"
         draft.write_text(_text(request, tp=1, pp=1, positions=positions), encoding="utf-8")
-        if train.is_file():
+        if train.exists():
             _check_data(draft, request, look)
         text = _first_that_fits(request, draft, positions)
     request.directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_a_reward_function_of_ones_own(own_data: InitRequest, tmp_path: Path) ->
 def tiny_model(directory: Path) -> Path:
     make_tiny_model(directory / "model", TinyModelConfig(num_layers=1), seed=0)
     return directory / "model"
+
+
+def test_data_that_is_no_file_is_refused_and_not_taken_for_absent(own_data: InitRequest, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "dir.parquet").mkdir()
+    for name, kind in (("pipe.jsonl", "a named pipe"), ("dir.parquet", "a directory")):
+        with pytest.raises(DataError, match=f"{name}: is {kind}, expected Parquet or JSON lines"):
+            init_run(replace(own_data, train=[str(tmp_path / name)]))
+    assert not (own_data.directory / "run.yaml").exists()
 
 
 def test_refusals_leave_no_file(tmp_path: Path) -> None:
