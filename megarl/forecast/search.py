@@ -82,8 +82,8 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
     if not trainers:
         raise ConfigError(
             f"--gpus {search.gpus}: no layout of {search.base.model.path}{asked} uses these GPUs, whatever their "
-            "memory: its sizes have to divide the model's heads and layers and the GPUs, and placement.mode=split needs "
-            "whole nodes for the engines; change these settings, --gpus or --gpus-per-node"
+            "memory: its sizes have to divide the model's heads and layers and the GPUs, and placement.mode=split "
+            "needs whole nodes for the engines; change these settings, --gpus or --gpus-per-node"
         )
     weights = search.stage_bytes / max(_engine_sizes(search, search.gpus))
     raise ConfigError(
