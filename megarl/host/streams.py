@@ -35,8 +35,14 @@ def write_anything() -> None:
     r"""Make this process's output, and that of all Python processes that it starts, escape what cannot be encoded.
 
     In ASCII, as `PYTHONIOENCODING=ascii` or the locale C ask for, `2×3` is written as `2\xd73`. An error that
-    ends this process is printed as by `print_lines`.
+    ends this process is printed as by `print_lines`. Streams that are closed, as by `>&-`, lead nowhere: otherwise the
+    next file that is opened would get their number, and what libraries print.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest number that is free, which other processes are to have, too.
+            os.set_inheritable(nowhere := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _STRICT:
             stream.reconfigure(errors=_LENIENT)

@@ -59,3 +59,15 @@ def test_a_name_that_is_no_text_can_be_said(tmp_path: Path) -> None:
         check=True,
     )
     assert ended.stdout.decode().splitlines()[0] == r"2×3 n\udcff utf-8"
+
+
+def test_streams_that_are_closed_lead_nowhere(tmp_path: Path) -> None:
+    """No file gets their numbers, in which libraries and other processes would print."""
+    program = (
+        "import subprocess, sys\nfrom megarl.host.streams import print_lines, write_anything\nwrite_anything()\n"
+        "print_lines('lost')\nwith open(sys.argv[1], 'w') as file:\n"
+        "    subprocess.run([sys.executable, '-c', 'print(1)'], check=True)\n    file.write(str(file.fileno()))\n"
+    )
+    command = 'exec "$0" -c "$1" "$2" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", command, sys.executable, program, tmp_path / "file"], check=True)
+    assert int((tmp_path / "file").read_text()) > 2
