@@ -163,9 +163,7 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
     for path, damage in damaged.items():
         print_lines(f"{path}: is damaged, and not used: {damage}")
     if whole is not None and not (whole / MARKER).stat().st_size:
-        print_lines(
-            f"warning: {whole / MARKER}: is empty, so nothing tells whether files of this checkpoint are damaged"
-        )
+        print_lines(f"warning: {whole / MARKER}: is empty, so nothing tells whether its files are damaged")
     return None if whole is None else read_checkpoint(whole)
 
 
@@ -322,9 +320,8 @@ def _score(path: Path) -> float | None:
     """Return the score of a checkpoint, None also if its state cannot be read: that must not end a run."""
     try:
         late = path / _LATE_SCORE
-        score: float | None = json.loads(late.read_bytes() if late.exists() else (path / STATE_FILE).read_bytes())[
-            "score"
-        ]
+        file = late if late.exists() else path / STATE_FILE
+        score: float | None = json.loads(file.read_bytes())["score"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score
