@@ -160,8 +160,7 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
             else f"continue after {whole.name} with --resume=newest-whole, which drops what the run wrote later"
         )
         raise DataError(f"{newest}: is damaged: {damage}; {other}: put a copy of {newest.name} back, or {remedy}")
-    for path, damage in damaged.items():
-        print_lines(f"{path}: is damaged, and not used: {damage}")
+    print_lines(*(f"{path}: is damaged, and not used: {damage}" for path, damage in damaged.items()))
     if whole is not None and not (whole / MARKER).stat().st_size:
         print_lines(f"warning: {whole / MARKER}: is empty, so nothing tells whether its files are damaged")
     return None if whole is None else read_checkpoint(whole)
