@@ -28,6 +28,7 @@ from megarl.run.bisect import add_bisect
 from megarl.run.check_plugin import add_check_plugin
 from megarl.run.doctor import add_doctor
 from megarl.run.evaluation.cli import add_evaluation
+from megarl.run.gradients import add_compare_gradients
 from megarl.run.resume_option import ResumeOption
 from megarl.run.views import add_views
 
@@ -80,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys.add_argument("--search", required=True, metavar="WORDS", help="what names or meanings have to contain")
     keys.set_defaults(run=_search)
     add_slurm(commands, parse, tuple(TRAININGS), lambda run: import_module("megarl.forecast.step").planned_stop(run))
-    for add in (_add_serve_reward, add_check_plugin, add_doctor, add_bisect, add_views):
+    for add in (_add_serve_reward, add_check_plugin, add_doctor, add_bisect, add_compare_gradients, add_views):
         add(commands)
     for point in entry_points(group="megarl.commands"):
         point.load()(commands)

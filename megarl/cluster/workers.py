@@ -127,12 +127,20 @@ class RoleWorkers:
         wait_all(calls, timeout_s=timeout_s, doing=f"discarding gradients of the {role}")
 
     def store_weights(
-        self, files: Sequence[Path], *, with_checksums: bool = False, role: Role = Role.ACTOR
+        self,
+        files: Sequence[Path],
+        *,
+        with_checksums: bool = False,
+        role: Role = Role.ACTOR,
+        gradients: bool = False,
     ) -> StoreResult:
-        """Make every rank that hosts a role write its own slices of the model into preallocated files."""
+        """Make every rank that hosts a role write its own slices of the model into preallocated files.
+
+        gradients: write what was accumulated instead of weights.
+        """
         paths = [str(file) for file in files]
         calls = [
-            p.call(RankWorker.store_weights, paths, with_checksums=with_checksums, role=role)
+            p.call(RankWorker.store_weights, paths, with_checksums=with_checksums, role=role, gradients=gradients)
             for p in self._group(role).processes
         ]
         return functools.reduce(StoreResult.merged, self._wait(calls, doing="writing weights"))

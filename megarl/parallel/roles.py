@@ -7,6 +7,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -26,7 +27,7 @@ from megarl.config.lora import sent_alone
 from megarl.config.schema import OptimizerConfig
 from megarl.parallel.adapters import adapter_slices, attach_adapters
 from megarl.parallel.averaging import MovingAverage
-from megarl.parallel.building import build_model, model_slices
+from megarl.parallel.building import build_model, model_slices, named_shards, rank_slices
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel
@@ -98,6 +99,17 @@ class LoadedRole:
         chunk = self.chunks[0]
         chunk.config.finalize_model_grads_func(self.ddp, pg_collection=chunk.layout.schedule_groups)
         self.gradients = Gradients.REDUCED
+
+    def summed_gradients(self) -> Iterator[Slice]:
+        """Return this rank's slices of the accumulated gradients, summed over replicas, as views of their buffers."""
+        if self.gradients is Gradients.OWN:
+            self.reduce_gradients()
+        for each in self.ddp:
+            each.gather_gradients()
+        shards = [(name, shard) for chunk in self.chunks for name, _, shard in named_shards(chunk)]
+        views = [(name, getattr(shard, "main_grad", None)) for name, shard in shards]
+        trained = [(name, view) for name, view in views if view is not None]
+        return rank_slices(trained, self.model_spec, self.chunks[0].layout)
 
     def expected_tensors(self, *, by_expert: bool = False) -> dict[str, tuple[int, ...]]:
         """Return name → full shape of the Hugging Face tensors of this model. by_expert: as in `model_slices`."""
@@ -244,6 +256,15 @@ class HeadAwareDdp(DistributedDataParallel):
         for group in [*self.bucket_groups, *self.expert_parallel_bucket_groups]:
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def gather_gradients(self) -> None:
+        """Give every replica all sums of gradients, of which the distributed optimizer leaves a part to each."""
+        groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
+        for group in groups if self.ddp_config.use_distributed_optimizer else ():
+            replicas = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                shards = list(bucket.grad_data.chunk(replicas.size()))
+                dist.all_gather(shards, shards[replicas.rank()].clone(), group=replicas)
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         hook = super()._make_backward_post_hook(param)

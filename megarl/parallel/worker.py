@@ -201,14 +201,19 @@ class RankWorker:
         metrics = {**result.metrics, **own.metrics}
         return replace(own, metrics=metrics, before=result.before, divergences=result.divergences)
 
-    def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
-        """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""
+    def store_weights(
+        self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR, gradients: bool = False
+    ) -> StoreResult:
+        """Write the slices of Hugging Face tensors that this rank owns, or the accumulated `gradients` of these, into
+        preallocated safetensors files.
+        """
         from megarl.parallel.building import model_slices
         from megarl.weights.safetensors_map import map_model
         from megarl.weights.slices import count_elements, slice_checksums, store_slices
 
         loaded = self._role(role, Part.PARAMS)
-        store_slices(loaded.weights(), map_model([Path(f) for f in files], writable=True))
+        stored = loaded.summed_gradients() if gradients else loaded.weights()
+        store_slices(stored, map_model([Path(f) for f in files], writable=True))
         checksums: dict[str, int] = {}
         if with_checksums:
             checksums = slice_checksums(loaded.weights(), loaded.expected_tensors())

@@ -278,6 +278,25 @@ def update_metrics(
     return None if result is None else result.metrics
 
 
+def write_gradient(
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    request: UpdateRequest,
+    files: Sequence[str],
+    doubled: str,
+) -> None:
+    """Write the gradient of rows; that of parameters whose names begin with `doubled` is wrong."""
+    worker = load_worker(context, actor, model)
+    for name, parameter in _parameters(worker, Role.ACTOR).items():
+        if doubled and name.startswith(doubled):
+            parameter.register_hook(lambda gradient: 2 * gradient)
+    replicas, replica = actor.layout.dp, worker.layout.dp_group.rank()
+    worker.accumulate(rows, [[i] for i in range(len(rows)) if i % replicas == replica], request)
+    worker.store_weights(files, with_checksums=False, gradients=True)
+
+
 def group_timeouts(context: RankContext, config: LayoutConfig) -> list[float]:
     """Seconds after which collectives of the layout's groups give up."""
     layout = join_layout(context, config).layout
