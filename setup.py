@@ -92,6 +92,7 @@ setup(
             # The package called apex on the Python Package Index is an unrelated project.
             "apex @ git+https://github.com/NVIDIA/apex.git@10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4",
         ],
+        "otel": ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"],
         "dev": [
             "pytest",
             "pytest-timeout",

@@ -17,6 +17,7 @@ from megarl.cluster.remotes import Location, P, PendingCall, Process, R, in_grou
 from megarl.cluster.row_shards import RowShard
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.host.device.platform import platform
+from megarl.host.device.ranges import named_range
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files, read_foreign
 from megarl.host.streams import print_lines, write_anything
@@ -91,25 +92,29 @@ class RankActor(RunActor):
         self.worker.prepare()
 
     def call(self, method: Callable[Concatenate[RankWorker, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(self.worker, *args, **kwargs)
+        with named_range(method.__name__):
+            return method(self.worker, *args, **kwargs)
 
     def forward(
         self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: ForwardRequest
     ) -> ForwardResult | None:
         """Call `RankWorker.forward` with the rows of its data-parallel replica."""
-        return self.worker.forward(shard.fetch(), micro_batches, request)
+        with named_range(f"forward {request.role}"):
+            return self.worker.forward(shard.fetch(), micro_batches, request)
 
     def accumulate(
         self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: AccumulateRequest
     ) -> UpdateResult | None:
         """Call `RankWorker.accumulate` with the rows of its data-parallel replica."""
-        return self.worker.accumulate(shard.fetch(), micro_batches, request)
+        with named_range(f"accumulate {request.role}"):
+            return self.worker.accumulate(shard.fetch(), micro_batches, request)
 
     def update(
         self, shard: RowShard, micro_batches: Sequence[Sequence[int]], request: UpdateRequest
     ) -> UpdateResult | None:
         """Call `RankWorker.update` with the rows of its data-parallel replica."""
-        return self.worker.update(shard.fetch(), micro_batches, request)
+        with named_range(f"update {request.role}"):
+            return self.worker.update(shard.fetch(), micro_batches, request)
 
     def close(self) -> None:
         self.worker.close()

@@ -186,8 +186,7 @@ class LoggingConfig:
     """Choose what a run records besides metrics.jsonl."""
 
     tensorboard: bool = True  # Also write TensorBoard event files.
-    # Write sampled responses to RUN/rollouts as parquet, and measure how far each layer moved, in the first step, every
-    # this many steps, and in the last one; 0: never.
+    # Write sampled responses to RUN/rollouts, and measure how far layers move, every this many steps; 0: never.
     rollout_every_steps: int = setting(5, AT_LEAST_0)
     num_rollouts: int = setting(32, AT_LEAST_1)  # Number of samples that are written each time.
     # Largest number of samples per step, and per validation, that are written to RUN/reward_problems.jsonl because
@@ -203,6 +202,8 @@ class LoggingConfig:
     prometheus_port: int | None = setting(None, Range(expected="in 1 to 65535", at_least=1, at_most=65535))
     # Environment variable with the key that Prometheus sends as bearer token; then other hosts may fetch, too.
     prometheus_key_env: str | None = setting(None, needs_trust=True)
+    # URL that takes traces of recorded samples (OTLP over HTTP; needs `pip install megarl[otel]`); null: none.
+    otlp_endpoint: str | None = None
     # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
     # none. RL training only.
     profile_steps: tuple[int, int] | None = None
@@ -211,8 +212,7 @@ class LoggingConfig:
 
     def records(self, step: int, total_steps: int) -> bool:
         """Return whether samples of a training step are recorded."""
-        every = self.rollout_every_steps
-        return every > 0 and (step % every == 0 or step in (1, total_steps))
+        return (every := self.rollout_every_steps) > 0 and (step % every == 0 or step in (1, total_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from megarl.record.metrics import (
 from megarl.record.plugins import write_plugins
 from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.rollouts import RolloutRecord, write_rollouts
+from megarl.record.spans import SpanSender, require_spans
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
 from megarl.record.turns import prompt_text, turns_of
@@ -111,8 +112,11 @@ class RunRecorder:
         resumed_step: int | None = None,
     ) -> None:
         self._config, self._lock, self._resumed_step = config, lock, resumed_step
+        self._spans: SpanSender | None = None
+        self._stages: Sequence[Stage] = ()
         self.inputs = inputs or RunInputs({})
         require_trackers(config.logging)  # before anything is removed or started
+        require_spans(config.logging.otlp_endpoint)
         self.paths = RunPaths.of(config.run)
         if resumed_step is not None:
             for lines in (self.paths.metrics, self.paths.timeline, self.paths.problems, self.paths.warnings):
@@ -200,6 +204,9 @@ class RunRecorder:
             resumed_step=self._resumed_step,
         )
         sinks += open_trackers(self._config.logging, lambda project: run_of(project=project))
+        if (endpoint := self._config.logging.otlp_endpoint) is not None:
+            sinks.append(sender := SpanSender(endpoint, self._config.run.name))
+            self._spans = sender
         return MetricsLogger(sinks, before=self.require_owned)
 
     def timeline(
@@ -210,6 +217,7 @@ class RunRecorder:
         Arguments are those of `step_intervals`, the metrics those of `idle_metrics`.
         """
         self.require_owned()
+        self._stages = stages
         with dispensable(f"{self.paths.timeline.name} of some steps"):
             append_timeline(self.paths.timeline, step_intervals(step, stages, engines))
         return idle_metrics(stages, engines)
@@ -268,6 +276,8 @@ class RunRecorder:
                     ),
                 )
             )
+        if self._spans is not None:
+            self._spans.send(step, rollout.samples[: len(records)], rewards[: len(records)], self._stages)
         with dispensable("samples of rollouts"):
             write_rollouts(self.owned(self.paths.rollouts)(step), records)
 

@@ -39,6 +39,7 @@ from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, V
 from megarl.types.arrays import with_unrouted
 from megarl.types.forks import path_before, path_to
 from megarl.types.images import images_on
+from megarl.types.sample_times import SAMPLE_TIMES
 
 
 class Engines(Protocol):
@@ -91,12 +92,14 @@ class VllmSource:
             try:
                 if conversation is None or conversation.is_lost:
                     conversation = self._workers.start(start_request(group.prompt, sample))
-                    sample = started(sample, reply := await conversation.reply)
+                    with SAMPLE_TIMES.part("tools", sample.uid, i):
+                        sample = started(sample, reply := await conversation.reply)
                     if reply.is_anew:
                         wrote.clear()
                 elif episode_of(sample).awaits_reply:
                     self._workers.act(conversation, turn_request(sample))
-                    sample = replied(sample, reply := await conversation.reply, plan, self._limits)
+                    with SAMPLE_TIMES.part("tools", sample.uid, i):
+                        sample = replied(sample, reply := await conversation.reply, plan, self._limits)
                 elif (reply.num_tries > 1 or reply.beside) and sample.segments[-1].source in GIVEN:
                     sample = await self._write_at_once(group, sample, reply, wrote)
                 else:
@@ -147,7 +150,8 @@ class VllmSource:
         num_known, engine = sample.num_response_tokens, engine_of(sample, wrote)
         while sample.finish_reason is FinishReason.ABORT:
             most = max(1, limit - sample.num_response_tokens + num_known)
-            completion = await self._engines.generate(_request(group, sample, most, engine, stop))
+            with SAMPLE_TIMES.part("request", sample.uid, sample.sample_index):
+                completion = await self._engines.generate(_request(group, sample, most, engine, stop))
             sample, engine = extended(sample, completion), completion.engine
         return sample, engine
 
@@ -157,7 +161,8 @@ class VllmSource:
         """Ask an engine for more of a sample, of which a checkpoint has what is written so far."""
         request = _request(group, sample, max_tokens, engine, stop)
         asked = group.asked[sample.sample_index] = self._engines.generate(request)
-        completion = await asked
+        with SAMPLE_TIMES.part("request", sample.uid, sample.sample_index):
+            completion = await asked
         del group.asked[sample.sample_index]
         return completion
 
