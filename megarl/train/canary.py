@@ -247,7 +247,8 @@ class Canary:
         return (
             f"canary: after the sync of version {version}, {'. '.join(said)}. No sample of this version was trained "
             f"on. {self.file} has the digests of all weights. Resume the run, whose engines then start anew; if it "
-            f"happens again, sync.verify=true compares every tensor as it is sent (sync.canary_every=0 looks no more)"
+            f"happens again, `megarl bisect {self.file.parent}` names the tensor and the cause, and sync.verify=true "
+            f"compares every tensor as it is sent (sync.canary_every=0 looks no more)"
         )
 
 
