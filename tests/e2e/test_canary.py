@@ -101,3 +101,24 @@ def test_twenty_steps_without_a_fault(inputs: Path) -> None:
     largest = [record.metrics.get("canary/max_abs_diff", 1.0) for record in run.records()[1:]]
     assert len(largest) == 19
     assert max(largest) < 1e-5
+
+
+FLOAT8 = ("rollout.engine.quantization=fp8_per_channel", "algo.correction.name=tis_upper")
+DRAFTS = ("rollout.engine.speculation={method: ngram, num_tokens: 3, min_ngram_tokens: 1}",)
+# Settings of the engine → a bound in nats on single tokens, whose rounding is larger than that of means.
+ENGINES = {
+    "float8": (FLOAT8, 0.2),
+    "drafts": (DRAFTS, 1e-5),
+    "drafts in float8": ((*DRAFTS, *FLOAT8), 0.2),
+    "bfloat16": (("model.dtype=bfloat16",), 0.05),
+}
+
+
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_engines_that_round_or_draft(inputs: Path, name: str) -> None:
+    engine, bound = ENGINES[name]
+    settings = ("trainer.total_steps=4", "data.val=[]", "checkpoint.every_steps=0", "sync.canary_every=1")
+    run = SmallRun(inputs=inputs, name=name, settings=(*settings, "run.deterministic=false", *engine))
+    rounds = [record.metrics for record in finished(run).records()[1:]]
+    assert len(rounds) == 3
+    assert all(each["canary/max_abs_diff"] < bound and not each["canary/cached_tokens"] for each in rounds)

@@ -140,6 +140,7 @@ LONG = {
     "tests/e2e/test_algorithms.py::test_three_steps[dapo": "its parts have unit tests; grpo, cpo, luffy and PPO stay",
     "tests/e2e/test_algorithms.py::test_a_run_leaves_nothing": "a run after others in the same processes",
     "tests/e2e/test_canary.py::test_an_engine_keeps_the_adapters": _CANARY,
+    "tests/e2e/test_canary.py::test_engines_that_round": "whole runs without a fault; canaries of unit tests stay",
     "tests/e2e/test_canary.py::test_samples_are_the_same": _CANARY,
     "tests/e2e/test_canary.py::test_twenty_steps": _CANARY,
     "tests/e2e/test_canary.py::test_two_workers": _CANARY,
