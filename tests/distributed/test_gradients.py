@@ -17,6 +17,8 @@ from tests.helpers.rows import random_rows
 GetPool = Callable[[int], RankPool]
 GetCheckpoint = Callable[..., Path]
 ROWS = with_advantages(random_rows([(4, 6), (2, 9), (7, 3), (5, 5)]))
+# Tensor parallelism splits the sums over heads of which the gradients of queries' and keys' norms are made.
+MOST = {"dp2": 1e-6, "tp2-sp": 4e-6, "pp2": 1e-6}
 LAYOUTS = {
     "dp2": LayoutConfig(dp=2),
     "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
@@ -50,7 +52,7 @@ def compared(
 def test_layouts_have_the_same_gradient(compared: Callable[[LayoutConfig], GradientComparison], name: str) -> None:
     found = compared(LAYOUTS[name])
     assert found.verdict != "fault"
-    assert all(group.norms[0] > 0 and group.size <= 1e-6 for group in found.groups), found.words()
+    assert all(group.norms[0] > 0 and group.size <= MOST[name] for group in found.groups), found.words()
 
 
 def test_a_wrong_scale_in_one_layer_is_named(compared: Callable[[LayoutConfig, str], GradientComparison]) -> None:

@@ -161,6 +161,7 @@ GONE = (
     "report {}",
     "learning-curve {}",
     "explain-step {} 1",
+    "compare-gradients {} 1 --save {home}/out",
     "trace {}",
     "plan-async {}",
     "study {}.yaml --check",
