@@ -11,7 +11,7 @@ from megarl.types import Reward, Sample
 from megarl.types.sample_times import SAMPLE_TIMES, TimedPart
 
 _KEY, _PACKAGE = "logging.otlp_endpoint", "megarl[otel]"
-# What is not sent by the end of the run may take this long.
+# The end of a run waits this long for spans that are not sent yet.
 CLOSE_MS = 5000
 
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from megarl.record.metrics import RunPaths
     from megarl.train.collect import Collected
 
-# What a saved gradient is of, beside its tensors.
+# The file beside a saved gradient's tensors that says of what it is.
 _ABOUT = "gradient.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """What a gradient is of. batch: a digest of the rows' tokens. dtype: what it was computed in."""
+    """The origin of a gradient. batch: a digest of the rows' tokens. dtype: what it was computed in."""
 
     batch: str
     num_rows: int
