@@ -75,10 +75,14 @@ B)
     on "$python" -m megarl_lab.bench.copies --device cuda --out "$out/copies.json" -- \
         "$python" -m megarl_lab.bench.copies --device cpu --mib 1 --repeats 2 --out "$out/copies.json"
     step copies 60 "${chosen[@]}"
+    on "$python" -m megarl_lab.bench.speed --device cuda --out "$out/speed.json" -- \
+        "$python" -m megarl_lab.bench.speed --device cpu --hidden 128 --ffn 128 --heads 4 --layers 2 --dtype float32 \
+        --row-tokens 256 --rows 2 --samples 4 --reply-tokens 16 --rounds 2 --out "$out/speed.json"
+    step speed 300 "${chosen[@]}"
     ;;
 C)
     on "${pytest[@]}" tests/gpu/test_run.py -k "colocated or lora or forest" -- \
-        "${pytest[@]}" tests/e2e/test_adapter_sync.py -k whole_runs -m "long or not long"
+        "${pytest[@]}" tests/e2e/test_adapter_sync.py tests/e2e/test_train.py -k "whole_runs or files_of_a_run" -m "not gpu"
     step runs 400 "${chosen[@]}"
     ;;
 esac
