@@ -15,13 +15,25 @@ from megarl.host.unicode import plain
 from megarl.host.writing import replacing, writing
 
 T = TypeVar("T")
+# The size from which on a file that rotates is put aside, and how much of the end is read at once to find a torn line.
+ROTATED_BYTES, BLOCK_BYTES = 16 << 20, 1 << 16
 
 
-def open_lines(path: Path) -> FileIO:
-    """Open a file for `append_lines`; an incomplete last line, left by a kill, is removed, not continued."""
+def older(path: Path) -> Path:
+    """Return where the lines before those of a file are, if it rotates and has been put aside."""
+    return path.with_name(f"{path.stem}.older{path.suffix}")
+
+
+def open_lines(path: Path, *, rotates: bool = False) -> FileIO:
+    """Open a file for `append_lines`; an incomplete last line, left by a kill, is removed, not continued.
+
+    rotates: once it is large, it takes the place of the `older` lines, which are lost, and a new one is opened.
+    """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
+        if rotates and path.exists() and path.stat().st_size >= ROTATED_BYTES:
+            os.replace(path, older(path))
         # Without a buffer: closing the file would write again what a full disk has refused.
         return path.open("ab", buffering=0)
 
@@ -48,10 +60,13 @@ def append_lines(file: FileIO, objects: Iterable[object]) -> None:
 def read_lines(
     path: Path, parse: Callable[[Any], T], *, expected: str, missing_ok: bool = False, kind: type[T] | None = None
 ) -> list[T]:
-    """Parse every line of a file in order, as `iterate_lines` does. missing_ok: without a file there are no lines."""
-    if missing_ok and not os.path.lexists(path):
-        return []
-    return list(iterate_lines(path, parse, expected=expected, kind=kind))
+    """Parse every line of a file in order, and the `older` ones before, as `iterate_lines` does. missing_ok: without a
+    file there are no lines.
+    """
+    files = [older(path)] if os.path.lexists(older(path)) else []
+    if not missing_ok or os.path.lexists(path):
+        files.append(path)
+    return [line for file in files for line in iterate_lines(file, parse, expected=expected, kind=kind)]
 
 
 def iterate_lines(
@@ -91,12 +106,17 @@ def iterate_lines(
 
 
 def truncate_lines(path: Path, last_step: int) -> None:
-    """Remove the lines whose `step` is after `last_step`; the file, if there is one, is replaced atomically.
+    """Remove the lines whose `step` is after `last_step`, also of those that are `older`; the file, if there is one, is
+    replaced atomically.
 
     Lines that have none, as a crash of the machine or a hand may leave them, are removed too, and a warning names them.
     """
-    if not path.exists():
-        return
+    for part in (older(path), path):
+        if part.exists():
+            _truncate(part, last_step)
+
+
+def _truncate(path: Path, last_step: int) -> None:
     _drop_torn_line(path)
     damaged = []
     with replacing(path) as partial, path.open("rb") as lines, partial.open("wb") as file:
@@ -115,5 +135,11 @@ def truncate_lines(path: Path, last_step: int) -> None:
 def _drop_torn_line(path: Path) -> None:
     """Truncate the file after its last newline, so that the next record does not continue a torn line."""
     if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
+        with path.open("rb+") as file:
+            start = end = file.seek(0, os.SEEK_END)
+            newline = -1
+            while newline < 0 and (end := start):
+                start = max(0, end - BLOCK_BYTES)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+            file.truncate(start + newline + 1)

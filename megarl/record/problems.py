@@ -66,7 +66,7 @@ def pick_problems(troubles: Sequence[Trouble], count: int) -> list[Trouble]:
 
 def append_problems(path: Path, records: Iterable[ProblemRecord]) -> None:
     """Append records to a run's file."""
-    with open_lines(path) as file:
+    with open_lines(path, rotates=True) as file:
         append_lines(file, map(asdict, records))
 
 

@@ -21,7 +21,7 @@ from megarl.host.directory_lock import DirectoryLock
 from megarl.host.unicode import plain
 from megarl.host.writing import dispensable, problem, replacing
 from megarl.record.inputs import RunInputs
-from megarl.record.json_lines import truncate_lines
+from megarl.record.json_lines import older, truncate_lines
 from megarl.record.metrics import (
     MARKER,
     JsonlSink,
@@ -137,6 +137,7 @@ class RunRecorder:
             # These are of a run that ended before its first metrics.
             for lines in (self.paths.timeline, self.paths.problems, self.paths.warnings):
                 lines.unlink(missing_ok=True)
+                older(lines).unlink(missing_ok=True)
         write_settings(self.paths.root, config)
 
     def _remove_earlier_run(self) -> None:

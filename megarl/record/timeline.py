@@ -66,7 +66,7 @@ def step_intervals(
 
 def append_timeline(path: Path, intervals: Iterable[Interval]) -> None:
     """Append intervals to a timeline, one line of JSON each, all of them on disk when this returns."""
-    with open_lines(path) as file:
+    with open_lines(path, rotates=True) as file:
         append_lines(file, map(asdict, intervals))
 
 

@@ -31,6 +31,8 @@ PIECE_CHARS = 200_000
 PICTURE_PIXELS = 128
 _IMAGE = re.compile("<image ([0-9a-f]{64})>")
 PHASES = ("training", "validation", "validation, greedy")
+# Files of training and of validations that are read at most, evenly spread, the first and the last among them.
+MOST_FILES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +167,19 @@ def write_browser(runs: Sequence[tuple[str, RunPaths]], out: Path) -> list[Verdi
 
 
 def _recorded(paths: RunPaths) -> Iterator[tuple[str, int, RolloutRecord | JudgedAnswer]]:
-    """Yield the recorded samples of a run with their phases and steps: those of training, then those of validations."""
-    for path in paths.recorded_rollouts():
+    """Yield the samples of a run to show with their phases and steps: those of training, then those of validations."""
+    for path in spread(paths.recorded_rollouts()):
         for record in read_rollouts(path):
             yield "training", record.step, record
-    for path in paths.recorded_validations():
+    for path in spread(paths.recorded_validations()):
         for answer in read_answers(path):
             yield "validation, greedy" if answer.greedy else "validation", step_of(path), answer
+
+
+def spread(files: Sequence[Path]) -> list[Path]:
+    """Return `MOST_FILES` of more files, evenly spread."""
+    count = min(len(files), MOST_FILES)
+    return [files[round(i * (len(files) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def picture_of(image: Path) -> str:

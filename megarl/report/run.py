@@ -1,9 +1,9 @@
 """Read a run back from its directory: metric series, configuration, recorded rollouts."""
 
 import os
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,8 +15,9 @@ from megarl.errors import DataError
 from megarl.host.masking import masked
 from megarl.host.reading import RESTORE, read_object
 from megarl.host.unicode import visible
+from megarl.record.columns import MetricsTable, read_tables
 from megarl.record.json_lines import read_lines
-from megarl.record.metrics import MetricsRecord, RunPaths, iterate_metrics
+from megarl.record.metrics import RunPaths
 from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.rollouts import RolloutRecord, read_rollouts
 from megarl.record.timeline import Interval, read_timeline
@@ -97,15 +98,8 @@ def _load_run(run_dir: Path, label: str) -> Run:
     paths = RunPaths(run_dir)
     if not paths.config.is_file():
         raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
-    times: list[tuple[int, float]] = []
-
-    def records() -> Iterator[MetricsRecord]:
-        for record in iterate_metrics(paths.metrics):
-            times.append((record.step, record.time_s))
-            yield record
-
-    series = build_series(records())
-    if not times:
+    tables = read_tables(paths.metrics)
+    if not tables:
         raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
     rollouts = paths.recorded_rollouts()
     told = read_lines(
@@ -113,9 +107,9 @@ def _load_run(run_dir: Path, label: str) -> Run:
     )
     return Run(
         label=label,
-        series=series,
-        last_step=max(step for step, _ in times),
-        elapsed_s=times[-1][1] - times[0][1],
+        series=build_series(tables),
+        last_step=int(max(table.steps.max() for table in tables)),
+        elapsed_s=float(tables[-1].times[-1] - tables[0].times[0]),
         # Earlier versions wrote secrets there.
         config=masked(paths.saved_tree()),
         versions=read_object(paths.versions, remedy=RESTORE) if paths.versions.is_file() else {},
@@ -127,31 +121,27 @@ def _load_run(run_dir: Path, label: str) -> Run:
     )
 
 
-def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
+def build_series(tables: Sequence[MetricsTable]) -> dict[str, Series]:
     """Collect the values of each metric over steps. Where a resumed run repeated steps, the later values count."""
-    # Most records of a run have the same metrics, so that their values make a table.
-    tables: dict[tuple[str, ...], tuple[list[int], list[int], array[float]]] = {}
-    for place, record in enumerate(records):
-        places, steps, values = tables.setdefault(tuple(record.metrics), ([], [], array("d")))
-        places.append(place)
-        steps.append(record.step)
-        values.extend(record.metrics.values())
-    columns: dict[str, list[tuple[Floats, Floats, Floats]]] = {}
-    for names, (places, steps, values) in tables.items():
-        at, of, table = np.array(places, float), np.array(steps, float), np.array(values).reshape(len(steps), -1)
-        for column, name in enumerate(names):
+    steps: Floats = np.concatenate([table.steps for table in tables])
+    columns: defaultdict[str, Floats] = defaultdict(lambda: np.full(len(steps), np.nan))
+    start = 0
+    for table in tables:
+        end = start + len(table.steps)
+        for i, name in enumerate(table.names):
             # Figures show it, too.
-            columns.setdefault(visible(name), []).append((at, of, table[:, column]))
-    known: dict[tuple[int, ...], tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_], tuple[int, ...]]] = {}
+            column, values = columns[visible(name)][start:end], table.values[:, i]
+            np.copyto(column, values, where=~np.isnan(values))
+        start = end
+    # Most metrics are of the same steps. Values of steps that later ones repeat, or come before, go.
+    known: dict[bytes, tuple[npt.NDArray[np.intp], tuple[int, ...]]] = {}
     series = {}
-    for name, parts in columns.items():
-        # Metrics of the same tables have the same steps. Values of steps that later ones repeat, or come before, go.
-        if (key := tuple(id(at) for at, _, _ in parts)) not in known:
-            order = np.argsort(np.concatenate([at for at, _, _ in parts]), kind="stable")
-            step = np.concatenate([of for _, of, _ in parts])[order]
+    for name, column in columns.items():
+        logged = np.flatnonzero(~np.isnan(column))
+        if (key := logged.tobytes()) not in known:
+            step = steps[logged]
             kept = np.append(step[:-1] < np.minimum.accumulate(step[::-1])[::-1][1:], True)
-            known[key] = order, kept, tuple(step[kept].astype(int).tolist())
-        order, kept, left = known[key]
-        value = np.concatenate([each for _, _, each in parts])[order][kept]
-        series[name] = Series(steps=left, values=tuple(value.tolist()))
+            known[key] = logged[kept], tuple(step[kept].tolist())
+        places, left = known[key]
+        series[name] = Series(steps=left, values=tuple(column[places].tolist()))
     return series

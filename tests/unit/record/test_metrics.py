@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from megarl.errors import DataError, RunStopped
 from megarl.host.exit_codes import RunOutcome
-from megarl.record.json_lines import truncate_lines
+from megarl.record import json_lines
+from megarl.record.columns import read_tables
+from megarl.record.json_lines import append_lines, open_lines, read_lines, truncate_lines
 from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
@@ -131,8 +134,54 @@ def test_any_other_bad_line_is_named(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "metrics.jsonl"
     good = '{"step": 1, "time_s": 2.0, "metrics": {"a": 1.0}}'
     path.write_text(f"{good}\n{bad}\n{good}\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl line 2: got"):
-        read_metrics(path)
+    for read in (read_metrics, read_tables):
+        with pytest.raises(DataError, match=r"metrics\.jsonl line 2: got"):
+            read(path)
+
+
+def test_columns_hold_what_records_say(tmp_path: Path) -> None:
+    """A record that lacks a metric has NaN; one with a new metric begins a table; a torn line is left out."""
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"a": 1.0, "b": 2}, {"b": 3.0}, {}, {"b": 4.0, "é": -1e-300}]
+    lines = [json.dumps({"step": i, "time_s": 10.0 + i, "metrics": row}) for i, row in enumerate(rows)]
+    path.write_text("\n".join([*lines, ""]))
+    first, second = read_tables(path)
+    assert (first.names, second.names) == (("a", "b"), ("a", "b", "é"))
+    assert (first.steps.tolist(), second.steps.tolist()) == ([0, 1, 2], [3])
+    assert (first.times.tolist(), second.times.tolist()) == ([10.0, 11.0, 12.0], [13.0])
+    nan = float("nan")
+    np.testing.assert_array_equal(first.values, [[1.0, 2.0], [nan, 3.0], [nan, nan]])
+    np.testing.assert_array_equal(second.values, [[nan, 4.0, -1e-300]])
+    path.write_text("\n".join([*lines, lines[0][:20]]))
+    assert [table.names for table in read_tables(path)] == [("a", "b"), ("b",), (), ("b", "é")]
+
+
+def test_a_file_that_rotates_keeps_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line has 13 bytes. A file of three is put aside: of ten lines the last is left, and the three before it."""
+    monkeypatch.setattr(json_lines, "ROTATED_BYTES", 36)
+    path = tmp_path / "lines.jsonl"
+    for step in range(10, 20):
+        with open_lines(path, rotates=True) as file:
+            append_lines(file, [{"step": step}])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["lines.jsonl", "lines.older.jsonl"]
+
+    def steps() -> list[int]:
+        return read_lines(path, lambda row: int(row["step"]), expected="a step")
+
+    assert steps() == [16, 17, 18, 19]
+    truncate_lines(path, 17)
+    assert steps() == [16, 17]
+
+
+@pytest.mark.parametrize("text", ["", "torn", "1\n", "1\ntorn", "1\n234567\n", "1\n234567\n89012345"])
+def test_a_torn_line_is_found_from_the_end_of_a_long_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 3)
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    open_lines(path).close()
+    assert path.read_text() == text[: text.rfind("\n") + 1]
 
 
 @pytest.mark.parametrize(

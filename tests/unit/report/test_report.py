@@ -16,6 +16,7 @@ import yaml
 from megarl.config.schema import Config, RunConfig
 from megarl.errors import DataError
 from megarl.host import streams
+from megarl.record.columns import tables_of
 from megarl.record.episodes import FAILURES
 from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, RunPaths, WarningsSink
 from megarl.record.recorder import RunRecorder
@@ -480,7 +481,7 @@ def test_a_resumed_run_replaces_what_the_earlier_attempt_logged_past_it() -> Non
         return MetricsRecord(step=step, time_s=0.0, metrics=metrics)
 
     records = [record(0, val=0.3), record(1, a=1.0), record(2, a=2.0), record(3, a=3.0), record(2, a=20.0)]
-    assert build_series(records) == {
+    assert build_series(tables_of(records)) == {
         "val": Series(steps=(0,), values=(0.3,)),
         "a": Series(steps=(1, 2), values=(1.0, 20.0)),
     }
@@ -623,7 +624,7 @@ def test_series_of_resumed_runs_with_several_kinds_of_records() -> None:
     """Steps 2 and 3 are repeated; the validation at step 3 is repeated too, that at step 1 stands."""
     rows = [(1, {"x": 1.0}), (1, {"v": 0.1}), (2, {"x": 2.0}), (3, {"x": 3.0, "y": 1.0}), (3, {"v": 0.3})]
     rows += [(2, {"x": 20.0}), (3, {"x": 30.0}), (3, {"v": 0.5})]
-    found = build_series(MetricsRecord(step=step, time_s=0.0, metrics=metrics) for step, metrics in rows)
+    found = build_series(tables_of(MetricsRecord(step=step, time_s=0.0, metrics=metrics) for step, metrics in rows))
     assert found["x"] == Series(steps=(1, 2, 3), values=(1.0, 20.0, 30.0))
     assert found["v"] == Series(steps=(1, 3), values=(0.1, 0.5))
     assert found["y"] == Series(steps=(3,), values=(1.0,))

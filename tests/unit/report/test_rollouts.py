@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megarl.record.metrics import RunPaths
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.turns import Turn
 from megarl.report import rollouts
-from megarl.report.rollouts import Verdicts, sample_values, token_values, write_browser
+from megarl.report.rollouts import Verdicts, sample_values, spread, token_values, write_browser
 from megarl.vision.store import ImageStore
 from tests.helpers.recorded_run import evil, forked, write_recorded_run, write_validation
 
@@ -249,3 +250,14 @@ def test_no_text_of_a_model_ends_a_script(tmp_path: Path) -> None:
     source = "".join((rollouts.BROWSER / name).read_text(encoding="utf-8") for name in SCRIPTS)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert way not in source
+
+
+def test_of_many_recorded_steps_some_are_shown() -> None:
+    files = [Path(f"step_{i}") for i in range(1, 1001)]
+    shown = spread(files)
+    assert (len(shown), shown[0], shown[-1]) == (256, files[0], files[-1])
+    # (1000 − 1) / (256 − 1) = 3.92: neighbours are three or four apart.
+    assert {files.index(b) - files.index(a) for a, b in pairwise(shown)} == {3, 4}
+    assert spread(files[:256]) == files[:256]
+    assert spread(files[:1]) == files[:1]
+    assert spread([]) == []
