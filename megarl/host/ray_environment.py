@@ -21,6 +21,8 @@ RAY_ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     # A worker per CPU would start first, and none of them would fit: all of megarl's have an environment of their own.
     "RAY_prestart_worker_first_driver": "0",
+    # Ray's dashboard, which no run has, would show every call: the gcs_server keeps 40 to 140 KiB of a step for that.
+    "RAY_task_events_report_interval_ms": "0",
 }
 # How many of Ray's health checks in a row a host has to miss before it counts as lost.
 NUM_MISSED = 6

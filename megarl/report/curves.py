@@ -141,7 +141,7 @@ def draw_spread(ax: Axes, runs: Sequence[Run], *, prefix: str) -> None:
     _plot_smoothed(ax, mean, color)
     labels = [EndLabel(mean.values[-1], "mean", color)]
     if low and high and low.steps == high.steps:
-        # Of a long run the least and the most of each part, which look the same.
+        # The least and the most of each part of a long run look the same as all values.
         starts = list(range(0, len(low.steps), -(-len(low.steps) // MAX_SHOWN)))
         bottom, top = np.minimum.reduceat(low.values, starts), np.maximum.reduceat(high.values, starts)
         ax.fill_between([low.steps[i] for i in starts], bottom, top, color=color, alpha=0.15, linewidth=0)

@@ -1,10 +1,10 @@
-"""What grows in long runs: thousands of short steps of the tiny model, synchronous, asynchronous and with an agent.
+"""Measure what grows in long runs of short steps of the tiny model: synchronous, asynchronous and with an agent.
 
     python -m megarl_lab.bench.soak --out DIR [--steps 2000] [--runs agent …] [--set KEY=VALUE …] [--read]
 
-One `megarl train` runs after the other. What its processes have of memory, descriptors and threads is among the metrics
-of every run; this adds the files of the run's directory and of its temporary one. A slope is the median of the slopes
-of all pairs of the later half's values. Its noise is twice the standard error of a least-squares slope, by resampling
+One `megarl train` runs after the other. The memory of its processes, their descriptors and threads are metrics of every
+run; this adds the files of the run's directory and of its temporary one. A slope is the median of the slopes of all
+pairs of the later half's values. Its noise is twice the standard error of a least-squares slope, by resampling
 stretches of what the slope leaves of the values. Prints tables, and writes DIR/soak.json and DIR/soak.png. `--read`
 starts nothing and measures what is there, also of runs under way.
 """
