@@ -1,6 +1,7 @@
 """Keep the processes that run environments: deal conversations to them, pass replies on, and replace those that die."""
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,9 @@ from megarl.rollout.conversations import Conversation, WorkerLostError
 # A worker whose event loop does not turn for this long counts as hung: an environment blocks it.
 SILENCE_S = 30.0
 DOING = "conversing with environments"
+# A client of an agent lies in a cycle of few objects, with hundreds of KiB of certificates that the collector does not
+# count: by itself it would look for them after hundreds of conversations.
+COLLECTED_EVERY = 32
 
 
 class EnvironmentWorkerActor(RunActor):
@@ -34,6 +38,10 @@ class EnvironmentWorkerActor(RunActor):
         # Tools and agents may be functions, which this process calls.
         limit_environment(spec.config.pass_env, key="environment.pass_env")
         self._worker = EnvironmentWorker(spec)
+        self._num_ended = 0
+        # Then a collection looks at what conversations leave, and not at all that is imported.
+        gc.collect()
+        gc.freeze()
         self._replies: asyncio.Queue[tuple[int, EpisodeReply]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -51,6 +59,10 @@ class EnvironmentWorkerActor(RunActor):
         """End conversations."""
         for key in keys:
             self._spawn(self._worker.close(key))
+        self._num_ended += len(keys)
+        if self._num_ended >= COLLECTED_EVERY:
+            self._num_ended = 0
+            gc.collect()
 
     async def _reply(self, key: int, reply: Awaitable[EpisodeReply]) -> None:
         await self._replies.put((key, sendable(await reply)))

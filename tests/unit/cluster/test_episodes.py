@@ -1,12 +1,14 @@
 """Environment workers as processes: they are dealt conversations, and replaced when they die or hang."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.episodes import SILENCE_S, EnvironmentWorkers
+from megarl.cluster.episodes import COLLECTED_EVERY, SILENCE_S, EnvironmentWorkerActor, EnvironmentWorkers
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply
 from megarl.environments import worker as environments_worker
@@ -267,3 +269,28 @@ def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model:
     wrong = WorkerSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
     with pytest.raises(ConfigError, match=r"^environment: unknown environment 'modest'"):
         EnvironmentWorkers(wrong, timeout_s=240.0, trouble=asyncio.Event())
+
+
+class Cycle:
+    """Holds itself, as a client of an agent does by what belongs to it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Closing:
+    async def close(self, key: int) -> None: ...
+
+
+def test_what_conversations_leave_in_cycles_is_freed_when_some_have_ended() -> None:
+    actor = EnvironmentWorkerActor.__new__(EnvironmentWorkerActor)
+    actor._worker, actor._tasks, actor._num_ended = Closing(), set(), 0  # type: ignore[assignment]
+    gc.disable()
+    try:
+        left = weakref.ref(Cycle())
+        asyncio.run(actor.end(range(COLLECTED_EVERY - 1)))
+        assert left() is not None
+        asyncio.run(actor.end([COLLECTED_EVERY]))
+        assert left() is None
+    finally:
+        gc.enable()
