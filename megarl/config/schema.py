@@ -203,7 +203,7 @@ class LoggingConfig:
     # Environment variable with the key that Prometheus sends as bearer token; then other hosts may fetch, too.
     prometheus_key_env: str | None = setting(None, needs_trust=True)
     # URL that takes traces of recorded samples (OTLP over HTTP; needs `pip install megarl[otel]`); null: none.
-    otlp_endpoint: str | None = None
+    otlp_endpoint: str | None = setting(None, needs_trust=True)
     # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
     # none. RL training only.
     profile_steps: tuple[int, int] | None = None

@@ -162,7 +162,7 @@ def last_checkpoint(root: Path, resume: Resume = "newest") -> Checkpoint | None:
         raise DataError(f"{newest}: is damaged: {damage}; {other}: put a copy of {newest.name} back, or {remedy}")
     print_lines(*(f"{path}: is damaged, and not used: {damage}" for path, damage in damaged.items()))
     if whole is not None and not (whole / MARKER).stat().st_size:
-        print_lines(f"warning: {whole / MARKER}: is empty, so nothing tells whether its files are damaged")
+        print_lines(f"warning: {whole / MARKER}: is empty, so nothing tells whether files are damaged; copy it anew")
     return None if whole is None else read_checkpoint(whole)
 
 

@@ -35,7 +35,7 @@ class _About:
     @classmethod
     def read(cls, directory: Path) -> Self:
         try:
-            return cls(**json.loads((directory / _ABOUT).read_text("utf-8")))
+            return cls(**json.loads((directory / _ABOUT).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
                 f"{directory}: holds no gradient ({error}); save one with `megarl compare-gradients RUN N --save DIR`"

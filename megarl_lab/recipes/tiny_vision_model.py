@@ -71,6 +71,6 @@ def make_tiny_vision_model(path: str | Path, config: TinyModelConfig, *, seed: i
         "video_preprocessor_config.json": {**_IMAGES, "video_processor_type": "Qwen3VLVideoProcessor"},
         "processor_config.json": whole,
     }.items():
-        (path / name).write_text(json.dumps(content))
+        (path / name).write_text(json.dumps(content), encoding="utf-8")
     obey_umask(path)
     return sum(p.numel() for p in model.parameters())

@@ -105,7 +105,9 @@ class Worker:
             None if result is None else UpdateResult(metrics={"lr": request.lr}, before=result.quantities["logprobs"])
         )
 
-    def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role) -> StoreResult:
+    def store_weights(
+        self, files: Sequence[str], *, with_checksums: bool, role: Role, gradients: bool = False
+    ) -> StoreResult:
         assert role is Role.CRITIC
         sums = {"w": 2**63 + self.index} if with_checksums else {}
         return StoreResult(num_elements={"w": 10, f"w{self.index}": 1}, checksums=sums)

@@ -125,7 +125,7 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert [line.split()[0] for line in lines] == ["state", "command", "driver", "started", "error"]
         # In JSON, two halves of a character that meet become one.
         assert lines[-1] == f"error    {escaped(json.loads(json.dumps(''.join(batch))))}"
-        console.print(watch._picture(tmp_path))
+        console.print(watch._picture(tmp_path, watch.FollowedMetrics(tmp_path / "metrics.jsonl")))
         screen = console.file.getvalue()  # type: ignore[attr-defined]
         # rich sets the colours of the error, and no links.
         screen_lines = OWN_COLORS.sub("", screen).rstrip().split("\n")

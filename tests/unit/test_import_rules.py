@@ -103,7 +103,7 @@ MOST_LINES = {
     "bisect": 1160,
     "cli": 300,
     # 50 for clusters that are joined and end.
-    "cluster": 4100,
+    "cluster": 4110,
     # 195 for targets of plans and the table of what works on them, 13 for `recompute: auto`, 34 for
     # devices of targets. 90 for images, towers that train, and what overlaps by default.
     "config": 6360,
@@ -160,7 +160,7 @@ MOST_LINES = {
     "megarl_lab": 6320,
     "megarl_sandbox": 3230,
 }
-MOST_LINES_TOGETHER = 96_930
+MOST_LINES_TOGETHER = 96_940
 MOST_ARROWS = 167
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 26

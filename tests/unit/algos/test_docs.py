@@ -190,6 +190,7 @@ LOGGED_IN = (
     "record/timeline.py",
     "record/growth.py",
     "train/canary.py",
+    "parallel/movement.py",
 )
 
 
@@ -210,7 +211,10 @@ def metric_patterns() -> Mapping[str, re.Pattern[str]]:
 
 
 def _begins_like_a_metric(node: ast.JoinedStr, spaces: set[str]) -> bool:
-    first = node.values[0]
+    first, *others = node.values
+    if isinstance(first, ast.FormattedValue) and others and isinstance(others[0], ast.Constant):
+        # Of each role.
+        return re.match(r"/[a-z_]+/", str(others[0].value)) is not None
     return isinstance(first, ast.Constant) and str(first.value).partition("/")[0] in spaces and "/" in str(first.value)
 
 

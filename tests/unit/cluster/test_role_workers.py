@@ -135,8 +135,8 @@ def test_calls_go_to_the_group_of_their_role(workers: RoleWorkers, log: list[tup
     assert [entry for entry in log if entry[0] != "wait"][3:] == [
         ("first", "update", Role.ACTOR),
         ("second", "update", Role.CRITIC),
-        ("first", "store_weights", ["f"], True, Role.ACTOR),
-        ("second", "store_weights", ["f"], False, Role.CRITIC),
+        ("first", "store_weights", ["f"], True, Role.ACTOR, False),
+        ("second", "store_weights", ["f"], False, Role.CRITIC, False),
         ("second", "offload", Role.CRITIC, [Part.PARAMS]),
         ("first", "onload", Role.ACTOR, [Part.PARAMS]),
     ]

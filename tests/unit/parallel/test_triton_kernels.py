@@ -49,7 +49,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     made = {}
     try:
         for function, child in started.items():
-            output, _ = child.communicate(timeout=240)
+            output, _ = child.communicate(timeout=480)
             assert child.returncode == 0, output.decode()
             made[function] = torch.load(folder / f"{function}.pt", weights_only=False)
     finally:

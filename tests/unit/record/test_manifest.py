@@ -229,7 +229,7 @@ def test_markers_of_earlier_versions_say_nothing(tmp_path: Path, capsys: pytest.
     assert found is not None
     assert found.state.step == 4
     assert capsys.readouterr().out.startswith(
-        f"warning: {path / MARKER}: is empty, so nothing tells whether its files "
+        f"warning: {path / MARKER}: is empty, so nothing tells whether files are "
     )
 
 

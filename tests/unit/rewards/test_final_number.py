@@ -76,6 +76,7 @@ def test_sums(response: str, expected: float) -> None:
 
 def test_unknown_source_lists_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown data source 'chess'; expected one of: .*megarl/countdown, megarl/sums"
+        ConfigError,
+        match=r"unknown data source 'chess'; expected one of: .*megarl/countdown, megarl/squares, megarl/sums",
     ):
         score("chess", "e4", "e4", {})
