@@ -98,7 +98,7 @@ def settings_of(tmp_path: Path, part: str) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_run_of_prompts_and_replies_with_images(tmp_path: Path) -> None:
     run = SmallRun(inputs=tmp_path, name="run", settings=settings_of(tmp_path, "none"))
     assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
@@ -127,7 +127,7 @@ def test_a_killed_run_with_a_whole_tower_equals_an_uninterrupted_one(tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_supervised_training_with_images_goes_on_where_it_stopped(tmp_path: Path) -> None:
     file = write_inputs(tmp_path)
     settings = (
@@ -151,7 +151,7 @@ def test_supervised_training_with_images_goes_on_where_it_stopped(tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_preferences_may_depend_on_images_alone(tmp_path: Path) -> None:
     """Of two pairs with the same texts, each prefers the answer that the other rejects."""
     write_inputs(tmp_path)
@@ -179,7 +179,7 @@ def test_preferences_may_depend_on_images_alone(tmp_path: Path) -> None:
     assert len([*(tmp_path / "dpo/images").iterdir()]) == 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_an_evaluation_shows_images_to_the_model(tmp_path: Path) -> None:
     """Prompts with equal tokens get other answers for other images, and the same ones for the same."""
     write_inputs(tmp_path)

@@ -24,7 +24,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path)
     whole = SmallRun(inputs=inputs, name="whole", settings=SETTINGS)
@@ -65,7 +65,7 @@ def test_the_policys_own_distribution_survives_a_kill(tmp_path: Path) -> None:
     assert_survives(whole)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_whole_supports_and_divergences(tmp_path: Path) -> None:
     """With top-k and top-p the head is all that was left, so that C has no tail; DPPO reads the same heads."""
     inputs, two_updates = make_inputs(tmp_path), "trainer.num_epochs=2"

@@ -18,9 +18,10 @@ if [[ -z "$dry" ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda
     exit 2
 fi
 mkdir -p "$out"
-device=cuda
-[[ -z "$dry" ]] || device=cpu
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+device=cuda threads=8
+# Engines on CPUs have no more threads than cores.
+[[ -z "$dry" ]] || device=cpu threads=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 pytest=("$python" -m pytest -q -rs -p no:cacheprovider)
 code=0
 
