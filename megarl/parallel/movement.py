@@ -21,14 +21,15 @@ _OTHERS = {"embedding.": "embedding", "decoder.final_layernorm": "final_norm", T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSample:
-    """A copy of some elements of a weight, or of this rank's shard of it.
+    """A copy of some elements of a weight, or of this rank's shard of it, beside these elements themselves.
 
     share: the number of elements that each of them stands for; 0 if another rank counts the same elements.
     """
 
     layer: str
     share: float
-    values: torch.Tensor
+    weight: torch.Tensor
+    before: torch.Tensor
 
 
 def sample_weights(loaded: LoadedRole) -> list[WeightSample]:
@@ -42,27 +43,26 @@ def sample_weights(loaded: LoadedRole) -> list[WeightSample]:
         size = weight.numel()
         if weight.dtype is not torch.float32 or not size or loaded.spec.settings.optimizer.is_precision_aware:
             continue
-        values = weight.detach().view(-1)[:: -(-size // NUM_SAMPLED)].clone()
+        some = weight.detach().view(-1)[:: -(-size // NUM_SAMPLED)]
         layer, counts = places.get(id(weight), ("", False))
-        samples.append(WeightSample(layer=layer, share=counts * size / len(values), values=values))
+        samples.append(WeightSample(layer=layer, share=counts * size / len(some), weight=some, before=some.clone()))
     return samples
 
 
-def count_moved(before: Sequence[WeightSample], after: Sequence[WeightSample]) -> int:
-    """Return how many of the sampled weights a step has changed."""
-    return sum(int((old.values != new.values).sum()) for old, new in zip(before, after, strict=True))
+def count_moved(samples: Sequence[WeightSample]) -> int:
+    """Return how many of the sampled weights have changed since."""
+    return sum(int((each.weight != each.before).sum()) for each in samples)
 
 
-def update_ratios(
-    loaded: LoadedRole, before: Sequence[WeightSample], after: Sequence[WeightSample]
-) -> dict[str, float]:
+def update_ratios(loaded: LoadedRole, samples: Sequence[WeightSample]) -> dict[str, float]:
     """Return ‖change‖ / ‖weights before‖ of each layer's trained weights, over all ranks of the role, as metrics."""
     names = [*(f"layer_{i}" for i in range(loaded.model_spec.dims.num_layers)), *_OTHERS.values()]
     squares = torch.zeros(2, len(names), dtype=torch.float64, device=platform().device())
-    for old, new in zip(before, after, strict=True):
-        if old.share:
-            norms = torch.stack([torch.linalg.vector_norm(each) for each in (new.values - old.values, old.values)])
-            squares[:, names.index(old.layer)] += old.share * norms.double().square()
+    for sample in samples:
+        if sample.share:
+            change = sample.weight - sample.before
+            norms = torch.stack([torch.linalg.vector_norm(each) for each in (change, sample.before)])
+            squares[:, names.index(sample.layer)] += sample.share * norms.double().square()
     dist.all_reduce(squares)
     pairs = zip(names, *squares.tolist(), strict=True)
     return {f"{loaded.spec.role}/update_ratio/{name}": (moved / whole) ** 0.5 for name, moved, whole in pairs if whole}

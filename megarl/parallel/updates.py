@@ -252,10 +252,9 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     for optimizer in getattr(loaded.optimizer, "chained_optimizers", [loaded.optimizer]):
         optimizer.config.clip_grad = clip
     loaded.gradients = Gradients.NONE
-    before = sample_weights(loaded) if request.watches or request.measures else []
+    samples = sample_weights(loaded) if request.watches or request.measures else []
     _, grad_norm, _ = loaded.optimizer.step()
-    after = sample_weights(loaded) if before else []
-    ratios = update_ratios(loaded, before, after) if request.measures else {}
+    ratios = update_ratios(loaded, samples) if request.measures else {}
     for chunk in loaded.ddp:
         chunk.start_gathering()
     norm = float(grad_norm)
@@ -267,8 +266,8 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     return UpdateResult(
         metrics={f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr, **ratios},
         before={},
-        num_watched=sum(len(each.values) for each in before) if request.watches else 0,
-        num_moved=count_moved(before, after) if request.watches else 0,
+        num_watched=sum(len(each.before) for each in samples) if request.watches else 0,
+        num_moved=count_moved(samples) if request.watches else 0,
     )
 
 
