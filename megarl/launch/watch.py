@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,13 @@ class FollowedMetrics:
 
     def read(self) -> None:
         """Read what was written since the last call."""
+        shown = {*SHOWN_METRICS.values(), _SCORE}
+        for record in self._written():
+            for name, value in record.metrics.items():
+                if name in shown or name.startswith(MEASURED):
+                    self.curves.setdefault(name, _Curve()).take(record.step, value)
+
+    def _written(self) -> Iterator[MetricsRecord]:
         from msgspec import DecodeError
         from msgspec.json import Decoder
 
@@ -69,17 +76,11 @@ class FollowedMetrics:
                 self._end += len(lines) + len(newline)
                 try:
                     records = decoder.decode_lines(lines)
-                except DecodeError:
-                    # It says which line is damaged.
-                    records = read_metrics(self.path)
-                for record in records:
-                    self._add(record)
-
-    def _add(self, record: MetricsRecord) -> None:
-        shown = {*SHOWN_METRICS.values(), _SCORE}
-        for name, value in record.metrics.items():
-            if name in shown or name.startswith(MEASURED):
-                self.curves.setdefault(name, _Curve()).take(record.step, value)
+                except (DecodeError, UnicodeDecodeError):
+                    # It says which line is damaged, and reads all of them if none is.
+                    self.curves, self._end = {}, found.st_size
+                    return (yield from read_metrics(self.path))
+                yield from records
 
 
 def watch_status(root: Path, console: Console | None = None) -> None:

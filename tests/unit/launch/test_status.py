@@ -170,3 +170,11 @@ def test_watching_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     os.replace(tmp_path / "cut", path)
     followed.read()
     assert followed.curves[key].values == [5.0]
+
+
+@pytest.mark.parametrize("damaged", [b'{"step": 1, "time_s": 0.0, "metrics": {"\xff": 1.0}}', b"{"])
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "time_s": 0.0, "metrics": {"a": 1.0}}\n' + damaged + b"\n")
+    with pytest.raises(DataError, match=r"metrics.jsonl line 2: got"):
+        FollowedMetrics(path).read()
