@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megarl.bisect.departure import Departure, Explanation, distance
+from megarl.bisect.experts import RoutedMlps, expert_causes
 from megarl.bisect.operations import (
     ACTIVATIONS,
     Add,
@@ -22,7 +23,7 @@ from megarl.bisect.operations import (
     Rotation,
 )
 from megarl.bisect.rules import frequencies
-from megarl.bisect.weights import weight_causes
+from megarl.bisect.weights import other_weights, weight_causes
 from megarl.types.passes import Probe
 
 # An operation in another convention, with its name and words.
@@ -184,6 +185,12 @@ def _of_gate_up(departure: Departure, operation: GateUp) -> Alternatives:
     yield "gate and up", "gate and up are interchanged", replace(operation, gate=operation.up, up=operation.gate)
 
 
+def _of_experts(departure: Departure, operation: RoutedMlps) -> Alternatives:
+    others = [(name, words, other) for name, words, other in other_weights(departure) if isinstance(other, RoutedMlps)]
+    limit = departure.bound * float(operation.compute().abs().max())
+    yield from expert_causes(operation, departure.told, limit, others)
+
+
 def _of_sum(departure: Departure, operation: Add) -> Alternatives:
     if operation.multiplier != 1:
         words = f"what is added is not multiplied by {operation.multiplier:.6g}"
@@ -257,6 +264,7 @@ _CAUSES: dict[type, Callable[..., Alternatives]] = {
     Attend: _of_attention,
     Linear: _of_linear,
     GateUp: _of_gate_up,
+    RoutedMlps: _of_experts,
     Add: _of_sum,
     LogitsHead: _of_head,
 }

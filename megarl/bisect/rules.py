@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.bisect.experts import Mlp, RoutedMlps
 from megarl.bisect.operations import (
     ACTIVATIONS,
     Add,
@@ -21,7 +22,7 @@ from megarl.bisect.operations import (
 from megarl.types.passes import PassPlace, Probe, Told, merged
 from megarl.weights.families import ModelSpec, PlacedRule, read_model_spec
 from megarl.weights.rope import PlainYarnRope, YarnRope
-from megarl.weights.rules import Partition
+from megarl.weights.rules import Layers, Partition
 from megarl.weights.safetensors_headers import model_files
 from megarl.weights.safetensors_map import map_model
 
@@ -67,13 +68,14 @@ class Weights:
     def parts(self, parameter: str, layer: int | None = None) -> list[torch.Tensor]:
         """Return the tensors of one of Megatron's parameters; none if the model does not have it."""
         placed = self.rules.get(parameter.format(layer if self.layer is None else self.layer))
-        if placed is None or placed.rule.partition in _UNKNOWN or any(t.of_expert for t in placed.rule.tensors):
+        if placed is None or placed.rule.partition in _UNKNOWN:
             return []
         found, rows = list[torch.Tensor](), dict[str, int]()
         for tensor in placed.rule.tensors:
             copied = placed.rule.tied_to if self.spec.is_copy(placed.rule) else None
             size, first = self.spec.dims.dim(tensor.shape[0]), rows.get(tensor.name, 0)
-            found.append(self.tensors[copied or placed.name(tensor.name)][first : first + size])
+            whole = self.tensors[copied or placed.name(tensor.name)]
+            found.append((whole[placed.expert] if tensor.of_expert else whole)[first : first + size])
             rows[tensor.name] = first + size
         return found
 
@@ -230,8 +232,40 @@ def _gate_up(rules: LayerRules, layer: int) -> LayerOperation | None:
 
 
 def _mlp_output(rules: LayerRules, layer: int) -> LayerOperation | None:
+    if rules.spec.dims.kind_of(layer) is Layers.EXPERTS:
+        return _routed(rules, layer)
     weight, x = rules.weights.one(Probe.MLP_OUTPUT, layer), rules.value(Probe.MLP_HIDDEN, layer)
     return None if weight is None or x is None else Linear(x=x, weight=weight, bias=None)
+
+
+def _mlp(rules: LayerRules, layer: int, block: str) -> Mlp | None:
+    both, down = (rules.weights.parts(f"{_LAYER}mlp.{block}linear_fc{i}.weight", layer) for i in (1, 2))
+    return Mlp(*both, *down) if len(both) == 2 else None
+
+
+def _routed(rules: LayerRules, layer: int) -> LayerOperation | None:
+    family, experts = rules.spec.family, rules.spec.dims.experts
+    x, router = rules.value(Probe.MLP_INPUT, layer), rules.weights.parts(f"{_LAYER}mlp.router.weight", layer)
+    if experts is None or x is None or not router or family.activation not in ACTIVATIONS:
+        return None
+    mlps = [_mlp(rules, layer, f"experts.local_experts.{i}.") for i in range(experts.num)]
+    if any(each is None for each in mlps):
+        return None
+    bias, gate = (
+        next(iter(rules.weights.parts(f"{_LAYER}mlp.{name}", layer)), None)
+        for name in ("router.expert_bias", "shared_experts.gate_weight")
+    )
+    return RoutedMlps(
+        x=x,
+        router=router[0],
+        bias=bias,
+        experts=experts,
+        mlps=[each for each in mlps if each is not None],
+        shared=_mlp(rules, layer, "shared_experts."),
+        shared_gate=gate,
+        activation=family.activation,
+        told=rules.told.values.get(PassPlace(Probe.MLP_OUTPUT, layer)),
+    )
 
 
 def _added(stage: Probe, source: Probe) -> Callable[[LayerRules, int], LayerOperation | None]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from megarl.bisect.departure import Departure
+from megarl.bisect.experts import RoutedMlps
 from megarl.bisect.operations import Embed, LayerOperation, Linear, LogitsHead, Norm
 from megarl.types.passes import Probe
 
@@ -18,7 +19,9 @@ _TOGETHER = (Probe.QUERY, Probe.KEY, Probe.VALUE)
 def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the weight of a departure's operation, in words; nothing if it has none."""
     tensor = departure.rules.weights.name(departure.place)
-    others = list(_others(departure))
+    others = list(other_weights(departure))
+    if isinstance(departure.operation, RoutedMlps):
+        return
     if isinstance(departure.operation, LogitsHead):
         yield from _of_head(departure, tensor, others)
         return
@@ -51,7 +54,7 @@ def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
         yield from _one_element(departure, tensor, int(wrong[0]), (told - expected)[:, int(wrong[0])])
 
 
-def _others(departure: Departure) -> Iterator[tuple[str, str, LayerOperation]]:
+def other_weights(departure: Departure) -> Iterator[tuple[str, str, LayerOperation]]:
     """Yield the operation with weights of an earlier version, and with those of each other layer."""
     layer, rules, place = departure.place.layer, departure.rules, departure.place
     numbers = [i for i in range(rules.spec.dims.num_layers) if layer not in (None, i)]
