@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,9 @@ for name, max_examples in {"few": 10, "long": 100}.items():
     settings.register_profile(
         name, deadline=None, max_examples=max_examples, suppress_health_check=[HealthCheck.too_slow]
     )
+# Under nohup, processes that tests start would ignore hangups too; a handler is not inherited.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]
 # What imports and collection leave in memory stays there: looking through it for garbage took a twelfth of a session.

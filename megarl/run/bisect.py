@@ -160,7 +160,7 @@ def _compared(
     calls = [engine.call(VllmEngine.generate, [request]) for _ in range(2)]
     completion = wait_all(calls, timeout_s=timeout_s, doing="sampling")[1][0]
     token_ids = np.concatenate([np.asarray(prompt), completion.token_ids])
-    sampled = {PassPlace(Probe.SAMPLED): torch.from_numpy(completion.logprobs)}
+    sampled = {PassPlace(Probe.SAMPLED): torch.tensor(completion.logprobs)}
     row = Row(
         uid="bisect",
         sample_index=0,

@@ -78,6 +78,8 @@ WIDE = {
     "tests/e2e/test_truncated_sampling.py": _RUNS,
     "tests/unit/test_sittings.py": "scripts for GPUs, whose steps start anew; the sessions' test stays",
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
+    "tests/unit/bisect/test_experts.py::test_nothing_is_named_where_nothing_is_wrong[deepseek": _FAMILIES,
+    "tests/unit/bisect/test_experts.py::test_nothing_is_named_where_nothing_is_wrong[m": _FAMILIES,
     "tests/unit/cluster/test_episodes.py::test_a_conversation_begins_again": _DEATHS,
     "tests/unit/cluster/test_episodes.py::test_a_host_outlives": _DEATHS,
     "tests/unit/cluster/test_episodes.py::test_a_host_that_hangs": _DEATHS,
