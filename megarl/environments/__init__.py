@@ -1,6 +1,6 @@
 """Reply to the policy's turns: environments, the tools that they run, and the worker that runs many of them at once."""
 
-from megarl.environments import code, games, gym, harness, mcp_tools
+from megarl.environments import code, games, gym, harness, mcp_tools, nemo_gym, openenv, packages, reasoning_gym
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, SideRequest, open_environments, tools_of
 from megarl.environments.replies import check_replies
@@ -21,6 +21,10 @@ __all__ = [
     "gym",
     "harness",
     "mcp_tools",
+    "nemo_gym",
     "open_environments",
+    "openenv",
+    "packages",
+    "reasoning_gym",
     "tools_of",
 ]

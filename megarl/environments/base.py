@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -154,6 +155,8 @@ class Environment:
 TokenCounter: TypeAlias = Callable[[Sequence[Message], Sequence[Mapping[str, object]]], int]
 EnvironmentFactory: TypeAlias = Callable[..., Environment]
 ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", key="environment.entries.*.type")
+# Environments of packages, as PACKAGE:NAME; they are called with the name before their arguments.
+PACKAGES: Registry[EnvironmentFactory] = Registry("package", key="environment.entries.*.type")
 
 
 def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str, Maker]":
@@ -168,15 +171,16 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
     for name in sorted(names):
         key, named = _key_of(cfg, name), type_of(cfg, name)
         entry = cfg.entries.get(name) or EnvironmentEntry(type=named)
-        if ":" in entry.type:
-            if name not in (*cfg.entries, cfg.default):
-                raise ConfigError(
-                    f"environment {name!r}: rows name code, which only the configuration may; if you trust it, add it "
-                    "to environment.entries under a name of yours, and give the rows that name"
-                )
-            factory = load_object(entry.type, key)
+        if ":" in named and name not in (*cfg.entries, cfg.default):
+            raise ConfigError(
+                f"environment {name!r}: rows name code, which only the configuration may; if you trust it, add it to "
+                "environment.entries under a name of yours, and give the rows that name"
+            )
+        package, _, rest = named.partition(":")
+        if package in PACKAGES:
+            factory: EnvironmentFactory = partial(PACKAGES.get(package), rest)
         else:
-            factory = ENVIRONMENTS.get(named)
+            factory = load_object(named, key) if ":" in named else ENVIRONMENTS.get(named)
         found[name] = Maker(
             factory=factory,
             arguments=entry.arguments,
@@ -189,14 +193,17 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> "dict[str
 
 
 def type_of(cfg: EnvironmentConfig, name: str) -> str:
-    """Return the type of an environment: a name in ENVIRONMENTS, or code. Raises ConfigError for any other."""
+    """Return the type of an environment: a name in ENVIRONMENTS, a package's, or code. Raises ConfigError for any
+    other.
+    """
     key, named = _key_of(cfg, name), cfg.entries[name].type if name in cfg.entries else name
-    if named in ENVIRONMENTS:
+    package, colon, rest = named.partition(":")
+    if named in ENVIRONMENTS or (package in PACKAGES and rest):
         return named
-    where, colon, _ = named.rpartition(":")
-    if not colon:
-        known = [*ENVIRONMENTS] if name in cfg.entries else [*ENVIRONMENTS, *cfg.entries]
-        raise unknown_name("environment", named, known, key=key)
+    if not colon or package in PACKAGES:
+        known = [*ENVIRONMENTS, *(f"{each}:NAME" for each in PACKAGES)]
+        raise unknown_name("environment", named, [*known, *(() if name in cfg.entries else cfg.entries)], key=key)
+    where = named.rpartition(":")[0]
     if where.endswith(".py"):
         require_file(Path(where), "a Python file with an environment", remedy=f"correct {key}", error=ConfigError)
     elif importlib.util.find_spec(root := where.partition(".")[0]) is None:

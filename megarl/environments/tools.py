@@ -82,7 +82,7 @@ class ToolEnvironment(Environment):
     async def reply(self, action: Action) -> Reply:
         calls = [] if action.is_cut else read_calls(self._parse, action.text, lambda: self.tools)
         if not calls:
-            return self.answer(action)
+            return await self.answer(action)
         if len(calls) > MOST_CALLS:
             said = f"error: this turn has {len(calls)} calls, expected at most {MOST_CALLS}; none of them was made"
             message, found = Message(role="tool", content=said), {"tool_errors": len(calls)}
@@ -99,7 +99,7 @@ class ToolEnvironment(Environment):
         failed = [i for i, (_, is_error) in enumerate(results) if is_error]
         return Reply(messages=messages, num_calls=len(calls), details={"tool_errors": len(failed)}, warnings=failed)
 
-    def answer(self, action: Action) -> Reply:
+    async def answer(self, action: Action) -> Reply:
         """Reply to a turn without calls: the conversation ends. A subclass may reward it, or go on."""
         return Reply(done=True)
 

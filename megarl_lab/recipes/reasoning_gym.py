@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.optional import import_optional
+from megarl.environments.reasoning_gym import INSTRUCTION, make_dataset
 from megarl.errors import ConfigError
 from megarl_lab.recipes.prompt_file import write_parquet
 
 DATA_SOURCE = "reasoning_gym"
-INSTRUCTION = "Think step by step, then give the answer alone in <answer> </answer> tags."
 
 
 def write_reasoning_gym(
@@ -55,11 +54,7 @@ def _row(name: str, entry: Mapping[str, Any], extra_info: Mapping[str, Any]) -> 
 
 def _entries(name: str, settings: Mapping[str, Any], seed: str) -> Iterator[Mapping[str, Any]]:
     """Yield a dataset's entries without end."""
-    gym = import_optional("reasoning_gym", package="reasoning-gym", key=DATA_SOURCE)
-    try:
-        made = gym.create_dataset(name, **{"size": 2**31 - 1, "seed": zlib.crc32(seed.encode()), **settings})
-    except Exception as error:
-        raise ConfigError(f"reasoning-gym: {name} with {dict(settings)}: {type(error).__name__}: {error}") from error
+    made = make_dataset(name, {"seed": zlib.crc32(seed.encode()), **settings})
     index = 0
     while True:
         yield made[index]

@@ -17,11 +17,14 @@ PACKAGES = (
 )
 
 SCRIPT = """
-import ast, json, sys
+import ast, asyncio, json, re, sys
 import pyarrow.parquet as pq
 from megarl_lab.recipes.reasoning_gym import write_reasoning_gym
+from megarl.environments import Action
+from megarl.environments.reasoning_gym import ReasoningGymEnvironment
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import score
+from megarl.types import Prompt
 
 def reward(row, answer):
     return score(row["data_source"], answer, row["reward_model"]["ground_truth"], row["extra_info"])
@@ -53,6 +56,19 @@ told["setting"] = error_of(lambda: write_reasoning_gym({"chain_sum": {"digits": 
 tiny = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 told["few"] = error_of(lambda: write_reasoning_gym({"chain_sum": tiny}, out, num_train=5, num_val=2000, seed=1))
 told["truth"] = error_of(lambda: score("reasoning_gym", "", "7", {}))
+
+
+async def play(task, answer):
+    made = ReasoningGymEnvironment("chain_sum", settings={"min_terms": 2, "max_terms": 2})
+    prompt = Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="", extra_info={"task": task})
+    (asked,) = await made.start(prompt)
+    numbers = re.findall(r"-?[0-9]+", asked.content.split("=")[0])
+    (sign,) = re.findall(r"[0-9] ([+-]) [0-9]", asked.content)
+    right = int(numbers[0]) + int(numbers[1]) * (1 if sign == "+" else -1)
+    said = await made.reply(Action(text=f"<think>0</think><answer>{right if answer else right + 1}</answer>", turn=0))
+    return [said.done, said.reward, said.details["correct"]]
+
+told["environment"] = [asyncio.run(play(place, answer)) for place, answer in ((0, True), (7, True), (7, False))]
 print(json.dumps(told))
 """
 
@@ -78,6 +94,10 @@ def test_rows_are_written_and_scored_by_the_package(tmp_path: Path) -> None:
     assert told["right"]
     assert told["wrong"]
     assert told["sum"] == 1.0
+    (first, second, third) = told["environment"]
+    assert (first, second) == ([True, 1.0, True], [True, 1.0, True])
+    assert third[0]
+    assert not third[2]
     assert told["name"].startswith("ConfigError: reasoning-gym: chain_sums with {}: ")
     assert "unexpected keyword argument 'digits'" in told["setting"]
     assert told["few"].startswith("ConfigError: reasoning-gym: chain_sum makes no more questions than 2000")
