@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +37,7 @@ gc.disable()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=1, help="how many processes run tests, a file each at a time")
+    parser.addoption("--wide", help="which wide tests run: 1 or absent: all, empty: none, K/N: each N-th file's")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.forks > 1:
         forks = Forks(config.option.forks, lambda file: FOLDERS.get(file, file), lambda: budget.seconds, budget.add)
         config.pluginmanager.register(forks)
+
+
+def is_of_part(test: str, part: str) -> bool:
+    """Whether a wide test's file belongs to part K/N of them; 1 is all, nothing is none.
+
+    >>> sum(is_of_part("tests/test_a.py::test_b", f"{k}/8") for k in range(8))
+    1
+    """
+    number, _, parts = part.partition("/")
+    return bool(part) and (zlib.crc32(test.split("::")[0].encode()) - int(number)) % int(parts or 1) == 0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("wide")
         if config.option.markexpr == "long" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("long")
+    if (part := config.option.wide) is not None:
+        left_out = {item for item in items if item.get_closest_marker("wide") and not is_of_part(item.nodeid, part)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     # Live processes come last in their folder: others of its tests end all children of this process, or look at them.
     first: dict[Path, int] = {}
     for index, item in enumerate(items):

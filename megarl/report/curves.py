@@ -57,7 +57,6 @@ def draw_reward(ax: Axes, runs: Sequence[Run]) -> None:
 
 def draw_by_layer(ax: Axes, runs: Sequence[Run], prefix: str) -> None:
     """Draw a line for each layer's metric, and name those whose last values are least and largest."""
-    use_log_scale(ax, "mask")
     labels = []
     for index, run in enumerate(runs):
         found = [(each.values[-1], name, each) for name, each in run.series.items() if name.startswith(prefix)]
@@ -66,6 +65,9 @@ def draw_by_layer(ax: Axes, runs: Sequence[Run], prefix: str) -> None:
             ax.plot(series.steps, series.values, color=color_of(index), alpha=0.35, linewidth=0.9, marker=marker)
         ends = {name: value for value, name, _ in (min(found), max(found))} if found else {}
         labels += [EndLabel(value, name.removeprefix(prefix), color_of(index)) for name, value in ends.items()]
+    # Where no step had a gradient, all are zero.
+    if any(value > 0 for line in ax.lines for value in np.asarray(line.get_ydata())):
+        use_log_scale(ax, "mask")
     label_ends(ax, labels)
 
 

@@ -1,5 +1,5 @@
-"""The tests that `make test` leaves to `make test WIDE=1`, which CI runs, since they need seconds each. And those that
-only `make test-long` runs, besides what is marked `long` where it stands.
+"""The tests that `make test` leaves to `make test WIDE=1`, since they need seconds each; CI runs an eighth of them for
+each commit. And those that only `make test-long` runs, besides what is marked `long` where it stands.
 
 Each axis of a layout has a case in `make test`; features of few runs, such as speculation, are tested here alone.
 """

@@ -365,12 +365,14 @@ def test_report_after_step_zero_alone(tmp_path: Path) -> None:
     assert page.tags.count("svg") == 1
 
 
+@pytest.mark.filterwarnings("error:Data has no positive")
 def test_figures_of_one_step_without_mismatch_and_with_two_data_sources(tmp_path: Path) -> None:
     root = pooled_run(tmp_path / "run", {"sums": (0.5, 100), "a_rather_long_data_source": (0.9, None)})
     with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
-        logger.log(1, {"critic/score/mean": 0.5, "mismatch/abs_mean": 0.0, "mismatch/k3": 0.0, "timing_s/gen": 2.0})
+        zero = {"mismatch/abs_mean": 0.0, "mismatch/k3": 0.0, "actor/update_ratio/layer_0": 0.0}
+        logger.log(1, {"critic/score/mean": 0.5, "timing_s/gen": 2.0, **zero})
     html = write_report(root).html.read_text(encoding="utf-8")
-    assert parse(html).tags.count("svg") == 4  # reward, validation, mismatch, time
+    assert parse(html).tags.count("svg") == 5  # reward, validation, mismatch, layers, time
     for text in ("zero at every step", "gen 2 s", "sums", "a_rather_long_dat…"):
         assert re.search(rf">{text}</text>", html.replace("  ", " ")), text
 
