@@ -342,9 +342,12 @@ def allocator_settings() -> str:
 def apply_environment() -> dict[str, str]:
     """Set the platform's environment variables in this process, unless the user has set them; return those of workers.
 
-    Ranks and engines compute on one thread each, unless the user says otherwise: several share a host's CPUs.
+    Ranks and engines compute on one thread each, unless the user says otherwise: several share a host's CPUs. None gets
+    more threads than there are CPUs, with which vLLM's attention on CPUs fails.
     """
     for key, value in (wanted := platform().environment).items():
         os.environ.setdefault(key, value)
     threads = os.environ.get(WORKER_THREADS) or os.environ.get("OMP_NUM_THREADS", "1")
+    most = len(os.sched_getaffinity(0))
+    threads = str(min(int(threads), most) or most) if threads.isdecimal() else threads
     return {key: os.environ[key] for key in wanted} | {"OMP_NUM_THREADS": threads}

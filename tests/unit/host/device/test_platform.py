@@ -38,12 +38,23 @@ def test_the_environment_decides_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_value_the_user_exported_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("MEGARL_WORKER_THREADS", "2")
     assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "2"
     # The driver's own.
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("1", "1"), ("4", "4"), ("5", "4"), ("64", "4"), ("0", "4")])
+def test_workers_have_no_more_threads_than_there_are_cpus(
+    asked: str, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's attention on CPUs ends an engine that has more; without a number, OpenMP takes all CPUs."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "MEGARL_DEVICE": "cpu", "OMP_NUM_THREADS": asked})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    assert platform_module.apply_environment()["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(("device", "drivers"), [("cpu", "1"), ("cuda", None)])
