@@ -82,10 +82,13 @@ class _Session:
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             why = self.fault or f"{type(cause).__name__}: {masked_text(str(cause))}"
+            where = self.server.where
+            proxy = proxy_of(where, f"{KEY}.server") if isinstance(where, str) else ""
+            through = f" through the proxy {masked_text(proxy)} (NO_PROXY names hosts that need none)" if proxy else ""
             raise ConfigError(
                 f"{KEY}.server: got {self.server}, which does not answer as an MCP server within "
-                f"{self.timeout_s:g} s: {why}; give a URL of streamable HTTP, or a command that serves on its standard "
-                "streams"
+                f"{self.timeout_s:g} s{through}: {why}; give a URL of streamable HTTP, or a command that serves on its "
+                "standard streams"
             ) from error
         try:
             result = await request(client)

@@ -318,6 +318,15 @@ def test_a_server_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
             process.kill()
 
 
+def test_a_proxy_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://me:s3cret@127.0.0.1:9")
+    arguments = {"server": "http://tools.example/mcp", "start_timeout_s": START_S}
+    config = EnvironmentConfig(entries={"mine": EnvironmentEntry(type="mcp", arguments=arguments)})
+    with pytest.raises(ConfigError, match=r"through the proxy \S+127.0.0.1:9 \(NO_PROXY") as failure:
+        tools_of(config, "mine")
+    assert "s3cret" not in str(failure.value)
+
+
 def test_a_command_gets_the_variables_that_are_passed_on_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NAME", "of the user")
     entries = {
