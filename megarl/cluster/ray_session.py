@@ -38,6 +38,8 @@ POLL_S = 0.2
 RAYLET, GCS = ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER
 # How often to look whether those of a joined cluster still listen, and how long a gcs_server may take to come back.
 LOOK_S, GONE_S = 2.0, 20.0
+# A raylet logs every question: as long as it answers, it is asked so often.
+LOOK_RAYLET_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -152,8 +154,9 @@ def lost_ray(*, patience_s: float = 0.0) -> str | None:
                 "somebody or the kernel's out-of-memory killer (dmesg) ended it, then --resume; see RUN/logs"
             )
     for door in _doors:
-        # A raylet would log every question; where it ends, processes die, and then it is asked.
-        if patience_s and (door.kind == RAYLET or now < door.asked + LOOK_S):
+        is_rare = door.kind == RAYLET and door.closed_since == math.inf
+        # Where a raylet ends, processes die, and then it is asked at once; unless all of them are on other hosts.
+        if patience_s and now < door.asked + (LOOK_RAYLET_S if is_rare else LOOK_S):
             continue
         door.asked, reason = now, why_not(door.address, within_s=1.0)
         door.closed_since = min(door.closed_since, now) if reason else math.inf

@@ -200,6 +200,25 @@ def test_a_cluster_that_was_joined_is_lost_when_it_accepts_no_connections(
     assert lost_ray() is None
 
 
+def test_a_raylet_whose_host_has_no_other_process_of_the_run_is_asked_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [100.0], list[str]()
+    reasons = [""]
+    monkeypatch.setattr(ray_session, "awake_s", lambda: now[0])
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    monkeypatch.setattr(ray_session, "why_not", lambda address, within_s: asked.append(address) or reasons[0])
+    monkeypatch.setattr(ray_session, "_doors", [ray_session._Door(kind=ray_session.RAYLET, address="/r")])
+    for _ in range(120):
+        now[0] += 1.0
+        assert lost_ray(patience_s=20.0) is None
+    assert len(asked) == 2
+    reasons[0], died = "Connection refused", now[0]
+    while lost_ray(patience_s=20.0) is None:
+        now[0] += 1.0
+    assert now[0] - died <= 60.0 + 20.0 + 2.0
+
+
 def test_a_cluster_whose_ray_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[subprocess.Popen[bytes]] = []
 
