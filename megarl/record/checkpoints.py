@@ -175,12 +175,17 @@ def forget_after(root: Path, step: int) -> None:
         (later if later.is_symlink() else later / MARKER).unlink()
 
 
-def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
-    """Return the last `keep_last` steps and the `keep_best` steps of highest score; ties go to the earlier step."""
-    last = sorted(scores)[-keep_last:]
-    scored = {step: score for step, score in scores.items() if score is not None}
-    best = sorted(scored, key=lambda step: (-scored[step], step))[:keep_best]
-    return {*last, *best}
+def steps_to_keep(
+    scores: Mapping[int, float | None], *, keep_last: int, keep_best: int, measures: Mapping[int, str] | None = None
+) -> set[int]:
+    """Return the last `keep_last` steps and the `keep_best` steps of highest score; ties go to the earlier step.
+
+    measures: what each score measures; the best are those of each measure. None: all the same.
+    """
+    kept, best = {*sorted(scores)[-keep_last:]}, dict[str, list[int]]()
+    for _, step in sorted((-score, step) for step, score in scores.items() if score is not None):
+        best.setdefault(measures[step] if measures else "", []).append(step)
+    return kept.union(*(steps[:keep_best] for steps in best.values()))
 
 
 class SavedWorkers(Protocol):
@@ -293,8 +298,14 @@ class CheckpointManager:
         written, self._writing = self._writing, None
         with self._tidying():
             self._num_bytes = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
-            scores = {step: _score(checkpoint_dir(self._root, step)) for step in complete_steps(self._root)}
-            kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+            complete = {step: checkpoint_dir(self._root, step) for step in complete_steps(self._root)}
+            scores = {step: _score(path) for step, path in complete.items()}
+            kept = steps_to_keep(
+                scores,
+                keep_last=self._config.keep_last,
+                keep_best=self._config.keep_best,
+                measures={step: _measure(path) for step, path in complete.items()},
+            )
             for superfluous in (checkpoint_dir(self._root, step) for step in sorted(scores.keys() - kept)):
                 _tidy_up(superfluous)
         if (free := free_bytes(self._root)) < self._num_bytes:
@@ -324,6 +335,15 @@ def _score(path: Path) -> float | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score
+
+
+def _measure(path: Path) -> str:
+    """Return what the score of a checkpoint measures: a resumed run may validate in another way."""
+    try:
+        config = json.loads((path / STATE_FILE).read_bytes())["config"]
+        return json.dumps([config["checkpoint"]["best_metric"], {**config["validation"], "every_steps": 0}])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def mark_complete(path: Path) -> None:

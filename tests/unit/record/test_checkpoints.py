@@ -509,6 +509,28 @@ def test_a_validation_that_a_signal_put_off_counts_for_keep_best(tmp_path: Path)
     assert read_checkpoint(checkpoint_dir(tmp_path, 1)).state.score == 0.5
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [1, 4]),
+        ({"validation": {"every_steps": 2}}, [1, 4]),
+        ({"checkpoint": {"best_metric": "val/test_score_greedy"}}, [1, 3, 4]),
+        ({"validation": {"temperature": 0.5}}, [1, 3, 4]),
+    ],
+)
+def test_scores_of_different_measures_are_not_compared(
+    tmp_path: Path, settings: dict[str, Any], kept: list[int]
+) -> None:
+    """Step 1 is the best of the first measure, step 3 of what the resumed run compares by."""
+    keeping = CheckpointConfig(every_steps=1, keep_last=1, keep_best=1, async_save=False)
+    manager = CheckpointManager(tmp_path, keeping, FakeRanks())
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.2)):
+        config = from_dict(Config, settings if step > 2 else {})
+        state = replace(STATE, step=step, score=score, config=config)
+        manager.after_step(step, total=100, stop=StopRequest(), state=lambda _, now=state: now, is_validated=True)
+    assert complete_steps(tmp_path) == kept
+
+
 def test_a_late_score_of_a_step_without_a_checkpoint_is_nothing(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, CheckpointConfig(), FakeRanks())
     manager.add_score(1, 0.5)
