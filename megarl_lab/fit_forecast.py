@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,8 @@ def main() -> None:
     if parser.parse_args().fit:
         constants = fit(cases)
         print(", ".join(f"{name} {getattr(constants, name):.3g}" for name in FITTED))
-    print("\n".join([*table(cases, constants), "", *left_out(cases, constants)]))
+    for line in chain(table(cases, constants), [""], left_out(cases, constants)):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
