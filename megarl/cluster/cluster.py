@@ -31,7 +31,7 @@ from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.derived import Derived, filled
 from megarl.config.schema import Config
 from megarl.environments.worker import WorkerSpec
-from megarl.errors import RunStopped
+from megarl.errors import RunStopped, WorkerError
 from megarl.host import loop
 from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
@@ -73,6 +73,13 @@ class Cluster:
         derived: Iterable[Derived] = (),
         prelude: Prelude | None = None,
     ) -> None:
+        if ray.is_initialized():
+            if prelude is not None:
+                prelude.close()
+            raise WorkerError(
+                "this process is connected to a Ray already; call ray.shutdown() first (cluster.address joins a "
+                "cluster that goes on), or run megarl in a process of its own"
+            )
         self._with_judges = with_judges
         self._judge_servers: dict[str, list[Process[JudgeServerActor]]] = {}
         # The base URLs of the servers of each entry of `rewards.judge_servers`, and the key that they all ask for.

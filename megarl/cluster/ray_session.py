@@ -14,6 +14,7 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from megarl.cluster.ending import is_alive
@@ -219,6 +220,11 @@ class _JobConfig(ray.job_config.JobConfig):
 
 
 def _connect(environment: Mapping[str, str], **settings: object) -> None:
+    # Of `ray job submit`: files and variables of the cluster that has the job. A Ray of this run's own has no such
+    # files, and the variables are this process's, too.
+    if settings["address"] == "local":
+        os.environ.pop(RAY_JOB_CONFIG_JSON_ENV_VAR, None)
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     of_run = {"runtime_env": {"env_vars": dict(environment)}, "job_config": _JobConfig()}
     with keep_handlers():
         ray.init(log_to_driver=False, logging_level="error", **of_run, **settings)

@@ -68,6 +68,7 @@ LOGGED = [
 def _same_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Ray of other tests goes on, with the token that this process has."""
     monkeypatch.setattr(ray_session, "fresh_token", dict)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 @pytest.mark.parametrize(("file", "line", "remedy"), LOGGED)
@@ -109,6 +110,37 @@ def test_what_ray_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked["_temp_dir"] == str(tmp_path / "r")
     open_ray(ClusterConfig(num_cpus=3), num_cpus=6.5, temp_dir=tmp_path, environment={})
     assert asked["num_cpus"] == 3
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_a_job_of_ray_has_does_not_reach_a_ray_of_the_runs_own(
+    joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package lies in the cluster that has the job; where both name a variable, Ray would refuse to start."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
+    seen: list[tuple[bool, str]] = []
+
+    def init(**_: Any) -> None:
+        seen.append(("RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ, os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"]))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(raylet_socket_name=""))
+    monkeypatch.setattr(ray_session, "_doors", [])
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}" if joins else None
+        open_ray(ClusterConfig(address=address), num_cpus=2.0, temp_dir=tmp_path, environment={})
+    assert seen == [(joins, "1")]
+
+
+def test_a_ray_of_the_users_own_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook has called ray.init."""
+    shutdowns: list[None] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: shutdowns.append(None))
+    with pytest.raises(WorkerError, match=r"connected to a Ray already; call ray.shutdown\(\) first"):
+        Cluster(Config())
+    assert (shutdowns, RUN_ID_VARIABLE in os.environ) == ([], False)
 
 
 def test_a_ray_that_came_up_too_slowly_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
