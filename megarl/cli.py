@@ -7,6 +7,7 @@ import argparse
 import atexit
 import gc
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,6 +15,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import NoReturn
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError
@@ -60,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise answered(error) from None
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(re.sub("ignored explicit argument (.*)", r"takes no value \1; leave it out", message))
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
-    parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
+    parser: argparse.ArgumentParser = _Parser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (_add_init, _add_trainings, add_evaluation, add_plan):
         add(commands)
@@ -99,7 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):
         from megarl.migrate.aliases import unknown_options
 
-        parser.error(unknown_options(rest))
+        parser.error(unknown_options(rest, commands.choices[arguments.command]._option_string_actions))
     if rest:
         arguments.overrides += rest
     if getattr(arguments, "explain", None):

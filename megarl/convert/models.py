@@ -10,7 +10,8 @@ from megarl.convert.dequantize import MXFP4, Mxfp4Reader
 from megarl.convert.mapping import model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
-from megarl.record.checkpoints import STATE_FILE, read_checkpoint
+from megarl.record.checkpoints import read_checkpoint
+from megarl.record.metrics import STATE_FILE
 from megarl.weights.dist_index import METADATA, read_index
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.rules import TOWER

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -82,13 +81,11 @@ class _Session:
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             why = self.fault or f"{type(cause).__name__}: {masked_text(str(cause))}"
-            where = self.server.where
-            proxy = proxy_of(where, f"{KEY}.server") if isinstance(where, str) else ""
+            proxy = isinstance(where := self.server.where, str) and proxy_of(where, f"{KEY}.server")
             through = f" through the proxy {masked_text(proxy)} (NO_PROXY names hosts that need none)" if proxy else ""
             raise ConfigError(
                 f"{KEY}.server: got {self.server}, which does not answer as an MCP server within "
-                f"{self.timeout_s:g} s{through}: {why}; give a URL of streamable HTTP, or a command that serves on its "
-                "standard streams"
+                f"{self.timeout_s:g} s{through}: {why}; give a URL of streamable HTTP, or a command on standard streams"
             ) from error
         try:
             result = await request(client)
@@ -165,7 +162,7 @@ class _Session:
 _OPENING: ContextVar[_Session] = ContextVar("_OPENING")
 
 
-@functools.cache
+@cache
 def _bounded_lines() -> "type[TextReceiveStream]":
     """Return the stream by which the client shall read what a command writes: its own keeps a line of any length."""
     import anyio

@@ -10,7 +10,7 @@ The tables are the files `peers/*.yaml`, one for each framework:
 - `not_supported`, `needless`: patterns of options without a key here, each with the reason. `*` stands for any text.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -160,10 +160,15 @@ def answered(error: UnknownKeyError) -> ConfigError:
     return ConfigError(f"unknown key '{found[0]}', {found[1].advice}") if found else error
 
 
-def unknown_options(arguments: list[str]) -> str:
-    """Return the message for command-line options that do not exist, such as `--micro_train_batch_size 4`."""
+def unknown_options(arguments: list[str], known: Collection[str] = ()) -> str:
+    """Return the message for command-line options that do not exist, such as `--micro_train_batch_size 4`.
+
+    known: those that the command has.
+    """
     names = [argument.lstrip("-").partition("=")[0] for argument in arguments if argument.startswith("-")]
     hints = [f"--{name} is {found[1].advice}" for name in names if (found := find_alias(name.replace("-", "_")))]
+    close = [each for name in names for each in get_close_matches(f"--{name}", known, n=1)]
+    hints += [f"did you mean {' and '.join(close)}?"] if close else []
     advice = f"; {'; '.join(hints)}" if hints else ""
     return f"unrecognized arguments: {' '.join(arguments)}{advice}; settings are given as key=value"
 

@@ -21,13 +21,11 @@ from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, free_bytes, fsync, replacing, writing
 from megarl.record.manifest import Manifest, damage_of
-from megarl.record.metrics import MARKER
+from megarl.record.metrics import MARKER, STATE_FILE
+from megarl.record.scores import LATE_SCORE, score_of, superfluous
 from megarl.types import AlgoState, EntropyState
 from megarl.types.messages import Role, RoleSpec
 
-STATE_FILE = "state.json"
-# The score of a checkpoint that was complete before its step was validated; not one of the files that its marker lists.
-_LATE_SCORE = f"{MARKER}.score"
 # Weights of 2 bytes per parameter, and 12 of the optimizer.
 _CHECKPOINT_TO_MODEL = 7
 
@@ -122,7 +120,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     require_plain_data(path)
     try:
         state = RunState.from_json((path / STATE_FILE).read_text(encoding="utf-8"))
-        return Checkpoint(path=path, state=replace(state, score=_score(path)))
+        return Checkpoint(path=path, state=replace(state, score=score_of(path)))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path / STATE_FILE}: cannot be read ({error}); continue with the version of megarl that wrote it"
@@ -173,19 +171,6 @@ def forget_after(root: Path, step: int) -> None:
     """
     for later in (checkpoint_dir(root, each) for each in complete_steps(root) if each > step):
         (later if later.is_symlink() else later / MARKER).unlink()
-
-
-def steps_to_keep(
-    scores: Mapping[int, float | None], *, keep_last: int, keep_best: int, measures: Mapping[int, str] | None = None
-) -> set[int]:
-    """Return the last `keep_last` steps and the `keep_best` steps of highest score; ties go to the earlier step.
-
-    measures: what each score measures; the best are those of each measure. None: all the same.
-    """
-    kept, best = {*sorted(scores)[-keep_last:]}, dict[str, list[int]]()
-    for _, step in sorted((-score, step) for step, score in scores.items() if score is not None):
-        best.setdefault(measures[step] if measures else "", []).append(step)
-    return kept.union(*(steps[:keep_best] for steps in best.values()))
 
 
 class SavedWorkers(Protocol):
@@ -258,7 +243,7 @@ class CheckpointManager:
         """Keep the score of a step whose checkpoint was complete before its validation, which a signal had put off."""
         path = checkpoint_dir(self._root, step)
         if score is not None and (path / MARKER).exists():
-            with dispensable(str(path / _LATE_SCORE)), replacing(path / _LATE_SCORE) as file:
+            with dispensable(str(path / LATE_SCORE)), replacing(path / LATE_SCORE) as file:
                 file.write_text(json.dumps({"score": score}), encoding="utf-8")
 
     def _is_due_by_time(self, *, is_validated: bool) -> bool:
@@ -299,15 +284,8 @@ class CheckpointManager:
         with self._tidying():
             self._num_bytes = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
             complete = {step: checkpoint_dir(self._root, step) for step in complete_steps(self._root)}
-            scores = {step: _score(path) for step, path in complete.items()}
-            kept = steps_to_keep(
-                scores,
-                keep_last=self._config.keep_last,
-                keep_best=self._config.keep_best,
-                measures={step: _measure(path) for step, path in complete.items()},
-            )
-            for superfluous in (checkpoint_dir(self._root, step) for step in sorted(scores.keys() - kept)):
-                _tidy_up(superfluous)
+            for path in superfluous(complete, keep_last=self._config.keep_last, keep_best=self._config.keep_best):
+                _tidy_up(path)
         if (free := free_bytes(self._root)) < self._num_bytes:
             print_lines(
                 f"warning: {self._root}: a checkpoint takes {self._num_bytes / 2**20:,.0f} MiB, and "
@@ -324,26 +302,6 @@ def _tidy_up(path: Path) -> None:
     """Remove a checkpoint that is not needed; if that fails, the next checkpoint tries it again."""
     with dispensable(str(path), done="removed"):
         remove_checkpoint(path)
-
-
-def _score(path: Path) -> float | None:
-    """Return the score of a checkpoint, None also if its state cannot be read: that must not end a run."""
-    try:
-        late = path / _LATE_SCORE
-        file = late if late.exists() else path / STATE_FILE
-        score: float | None = json.loads(file.read_bytes())["score"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return score
-
-
-def _measure(path: Path) -> str:
-    """Return what the score of a checkpoint measures: a resumed run may validate in another way."""
-    try:
-        config = json.loads((path / STATE_FILE).read_bytes())["config"]
-        return json.dumps([config["checkpoint"]["best_metric"], {**config["validation"], "every_steps": 0}])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def mark_complete(path: Path) -> None:

@@ -27,6 +27,8 @@ from megarl.record.json_lines import append_lines, iterate_lines, open_lines
 
 # The file that makes a checkpoint complete.
 MARKER = "COMPLETE"
+# The file of a checkpoint that has the driver's state.
+STATE_FILE = "state.json"
 # How much of the end of a file of metrics is read first, where its last records are enough.
 TAIL_BYTES = 1 << 20
 

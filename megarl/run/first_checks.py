@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from time import process_time
 
@@ -30,11 +31,12 @@ from megarl.errors import ConfigError
 from megarl.host.child_environment import proxy_of, require_assertions
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.janitor import HOSTED_RUN_VARIABLE
+from megarl.host.masking import masked_text
 from megarl.host.reach import unreached
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
 from megarl.record.checkpoints import Command
-from megarl.record.inputs import texts_of
+from megarl.record.inputs import FILES, texts_of
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.load import look_for
@@ -111,6 +113,12 @@ def check_start(config: Config, command: Command, *, overwrite: bool, resumes: b
 def _check_settings(config: Config, command: str) -> None:
     """Check settings for a command; those of plugins, only after these have been tried in a process of their own."""
     require_assertions()
+    for key, text in texts_of(config):
+        if "://" in text and any(fnmatchcase(key, each) for each in ("run.dir", *FILES)):
+            raise ConfigError(
+                f"{key}: got {masked_text(text)!r}, expected a path: runs read and write files of this host alone; "
+                "copy them there, or mount that storage"
+            )
     if not config.algo.plugins:
         TRAINING_CHECKS[command](config)
         if command == "train":

@@ -17,7 +17,6 @@ from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.host.reading import RESTORE, read_object
 from megarl.record.checkpoints import (
-    STATE_FILE,
     Checkpoint,
     Command,
     Resume,
@@ -28,7 +27,7 @@ from megarl.record.checkpoints import (
     torn_steps,
 )
 from megarl.record.inputs import FILES, RunInputs
-from megarl.record.metrics import RunPaths
+from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
 from megarl.types.messages import Role

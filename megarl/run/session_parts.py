@@ -14,9 +14,9 @@ from megarl.host.writing import writing
 from megarl.plan.build import derive_run, settle_run
 from megarl.plan.sizes import derive_trainer
 from megarl.record.activity import doing
-from megarl.record.checkpoints import STATE_FILE, RunState, mark_complete, read_checkpoint
+from megarl.record.checkpoints import RunState, mark_complete, read_checkpoint
 from megarl.record.inputs import RunInputs
-from megarl.record.metrics import RunPaths
+from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.run.resume import require_same_files
 from megarl.run.session_inputs import SessionInputs
 from megarl.train.canary import Canary, open_canary

@@ -161,6 +161,38 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
     assert "unknown command 'trian'; did you mean 'train'? expected one of: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--resume=latest", "takes no value 'latest'; leave it out"),
+        ("--dry-run=yes", "argument --dry-run: takes no value 'yes'; leave it out"),
+        ("--overide", "unrecognized arguments: --overide; did you mean --overwrite?; settings are given as key=value"),
+    ],
+)
+def test_an_option_that_there_is_not(capsys: pytest.CaptureFixture[str], given: str, said: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(TRAIN_FILE), given])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("run.dir=s3://bucket/runs", "run.dir: got 's3://bucket/runs'"),
+        ("data.train=[https://a.example/x.parquet]", "data.train: got 'https://a.example/x.parquet'"),
+        ("model.path=https://huggingface.co/Qwen/Qwen3-0.6B", "model.path: got 'https://huggingface.co/"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_a_url_where_a_path_is_expected(
+    error_of: Callable[..., str], tmp_path: Path, setting: str, key: str, options: tuple[str, ...]
+) -> None:
+    line = error_of(*options, setting)
+    assert line.startswith(f"error: {key}")
+    assert "expected a path: runs read and write files of this host alone" in line
+    assert not Path("s3:").exists()
+
+
 def test_a_directory_for_a_run_file(error_of: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mine" / "run.yaml").parent.mkdir()
     (tmp_path / "mine" / "run.yaml").touch()

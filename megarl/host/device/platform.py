@@ -48,8 +48,6 @@ COMMON_ENVIRONMENT = {
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Segments that grow leave no gaps between tensors of many sizes.
 _EXPANDABLE, _PLAIN = "expandable_segments:True", "expandable_segments:False"
-
-
 # The number of threads of each rank and engine, where OMP_NUM_THREADS is to be the driver's alone.
 WORKER_THREADS = "MEGARL_WORKER_THREADS"
 
@@ -342,12 +340,11 @@ def allocator_settings() -> str:
 def apply_environment() -> dict[str, str]:
     """Set the platform's environment variables in this process, unless the user has set them; return those of workers.
 
-    Ranks and engines compute on one thread each, unless the user says otherwise: several share a host's CPUs. None gets
-    more threads than there are CPUs, with which vLLM's attention on CPUs fails.
+    Ranks and engines compute on one thread each, unless the user says otherwise, and on no more than there are CPUs.
     """
     for key, value in (wanted := platform().environment).items():
         os.environ.setdefault(key, value)
     threads = os.environ.get(WORKER_THREADS) or os.environ.get("OMP_NUM_THREADS", "1")
-    most = len(os.sched_getaffinity(0))
-    threads = str(min(int(threads), most) or most) if threads.isdecimal() else threads
+    # vLLM's attention on CPUs fails with more.
+    threads = str(min(int(threads) or 1, len(os.sched_getaffinity(0)))) if threads.isdecimal() else threads
     return {key: os.environ[key] for key in wanted} | {"OMP_NUM_THREADS": threads}

@@ -20,8 +20,8 @@ from megarl.data.vocabulary import Vocabulary
 from megarl.environments import tools_of
 from megarl.errors import ConfigError
 from megarl.host.masking import masked
-from megarl.record.checkpoints import STATE_FILE, Checkpoint, read_checkpoint
-from megarl.record.metrics import RunPaths
+from megarl.record.checkpoints import Checkpoint, read_checkpoint
+from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE

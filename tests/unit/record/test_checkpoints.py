@@ -30,9 +30,9 @@ from megarl.record.checkpoints import (
     mark_complete,
     read_checkpoint,
     remove_checkpoint,
-    steps_to_keep,
 )
 from megarl.record.metrics import MARKER
+from megarl.record.scores import steps_to_keep
 from megarl.types import AlgoState
 from megarl.types.messages import Role
 

@@ -12,8 +12,8 @@ from megarl.config import dump, load_config
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.errors import ConfigError
-from megarl.record.checkpoints import STATE_FILE, RunState
-from megarl.record.metrics import MARKER
+from megarl.record.checkpoints import RunState
+from megarl.record.metrics import MARKER, STATE_FILE
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.types import AlgoState
 from megarl.weights.adapter_files import create_adapter_files
