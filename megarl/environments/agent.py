@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,12 +206,22 @@ class Ended:
 
 
 async def run_program(
-    command: Sequence[str], text: str, variables: Mapping[str, str], folder: Path | None = None
+    command: Sequence[str],
+    text: str,
+    variables: Mapping[str, str],
+    folder: Path | None = None,
+    *,
+    inherits: Sequence[socket.socket] | None = None,
 ) -> Ended:
-    """Run a program that reads `text`. Whatever it started in its session ends with it."""
+    """Run a program that reads `text`. Whatever it started in its session ends with it.
+
+    inherits: sockets that it has open, by default the one that holds the endpoint's port, through which a program can
+    reach the network.
+    """
+    inherits = [chat_server().held] if inherits is None else inherits
     # A file, as a pipe breaks where a program ends without reading.
     with tempfile.TemporaryFile() as given:
-        given.write(text.encode())
+        given.write(text.encode(errors="surrogateescape"))
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -219,7 +230,7 @@ async def run_program(
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
             env=dict(variables),
-            pass_fds=[chat_server().held.fileno()],
+            pass_fds=[each.fileno() for each in inherits],
             start_new_session=True,
         )
     assert process.stdout is not None

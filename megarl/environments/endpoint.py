@@ -8,6 +8,7 @@ import contextlib
 import functools
 import socket
 from collections.abc import Iterator, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
@@ -69,6 +70,17 @@ class ChatServer(BoundedServer):
         """End a chat."""
         chat.close()
         self._chats.pop(chat.key, None)
+
+    async def serve_sent(self, way: socket.socket) -> None:
+        """Serve at a socket that a program opens where this host's network is not, and sends by `way`."""
+        with way:
+            _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, way, 1, 1)
+        if descriptors:
+            kind: Any = self.config.http_protocol_class
+            protocol = functools.partial(kind, config=self.config, server_state=self.server_state, app_state={})
+            loop, listener = asyncio.get_running_loop(), socket.socket(fileno=descriptors[0])
+            async with await loop.create_server(protocol, sock=listener) as server:
+                await server.serve_forever()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

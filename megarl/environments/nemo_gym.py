@@ -56,10 +56,11 @@ class NemoGymEnvironment(ToolEnvironment):
         self._functions = {tool["name"]: self._caller(tool["name"]) for tool in tools}
         said = [{"role": "user", "content": asked["input"]}] if isinstance(asked["input"], str) else asked["input"]
         first = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
-        return [
-            Message(role="system" if each["role"] == "developer" else each["role"], content=_text(each["content"]))
-            for each in (*first, *said)
-        ]
+        for each in (*first, *said):
+            if not isinstance(each.get("content"), str):
+                raise DataError(f"responses_create_params.input has {str(each)[:80]}, expected messages of text")
+        roles = {"developer": "system"}
+        return [Message(role=roles.get(m["role"], m["role"]), content=m["content"]) for m in (*first, *said)]
 
     async def _find(self) -> str:
         """Return the URL of the server. Raises ConfigError if Gym does not run it."""
@@ -131,7 +132,3 @@ class NemoGymEnvironment(ToolEnvironment):
             return answer.text
 
         return call
-
-
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)

@@ -10,20 +10,9 @@ from typing import ClassVar
 
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import PACKAGES
-from megarl.errors import ConfigError, DataError
-from megarl.types import Prompt
+from megarl.errors import ConfigError
 
 _KEY = "environment.entries.*.arguments"
-# The column of a row's `extra_info` that says which of the environment's tasks it is.
-TASK = "task"
-
-
-def task_of(prompt: Prompt) -> int | str:
-    """Return which task of its environment a row is. Raises DataError if it does not say."""
-    task = prompt.extra_info.get(TASK)
-    if not isinstance(task, int | str):
-        raise DataError(f"extra_info.{TASK} is {task!r}, expected the place or the name of a task; add it to the row")
-    return task
 
 
 class _PackageEnvironment(AgentEnvironment):

@@ -10,8 +10,7 @@ from megarl.config.optional import import_optional
 from megarl.data.thoughts import split_thought
 from megarl.environments.base import PACKAGES, Action, Environment, Reply
 from megarl.environments.calls import in_thread
-from megarl.environments.packages import task_of
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.types import Message, Prompt
 
 INSTRUCTION = "Think step by step, then give the answer alone in <answer> </answer> tags."
@@ -45,7 +44,9 @@ class ReasoningGymEnvironment(Environment):
         self._entry: Mapping[str, Any] = {}
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        self._entry = await in_thread(lambda: self._data[int(task_of(prompt))])
+        if not isinstance(task := prompt.extra_info.get("task"), int):
+            raise DataError(f"extra_info.task is {task!r}, expected the place of a question; add it to the row")
+        self._entry = await in_thread(lambda: self._data[task])
         return (Message(role="user", content=f"{self._entry['question']}\n{INSTRUCTION}"),)
 
     async def reply(self, action: Action) -> Reply:

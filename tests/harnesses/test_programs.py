@@ -5,13 +5,13 @@ A test writes the policy's turns: calls of the program's own tools, and answers.
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.helpers.agent_talk import Talk, converse
 
@@ -67,21 +67,20 @@ def test_a_harness_of_three_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harness", SHELLS)
-def test_the_wrapper_of_the_documentation_lets_it_write_to_its_own_files_and_see_its_own_url_alone(
-    harness: str,
-) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-    wrapper = yaml.safe_load(page[page.index("    wrapper: [") : page.index("It can still read")])["wrapper"]
+def test_in_bubblewrap_it_reaches_its_own_files_and_its_own_url_alone(harness: str) -> None:
     shell = SHELLS[harness]
-    look = (
-        "touch /var/tmp/mine; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep 127.0.0.1 | sort -u"
-    )
-    # Another sample's agent, with its URL among its variables and its words.
+    # Another sample's agent, with its URL among its variables and its words; and a service of the host.
     other = [sys.executable, "-c", "import time; time.sleep(1000)", "http://127.0.0.1/s/theirs"]
-    with subprocess.Popen(other, env={"OPENAI_BASE_URL": other[-1]}) as victim:
-        talk = solve(harness, shell(look), shell("echo 41 > answer.txt"), "Done.", wrapper=wrapper)
-        victim.kill()
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        look = (
+            f"touch /var/tmp/mine; curl -s -m 5 http://127.0.0.1:{service.getsockname()[1]} || echo refused; "
+            "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep 127.0.0.1 | sort -u"
+        )
+        with subprocess.Popen(other, env={"OPENAI_BASE_URL": other[-1]}) as victim:
+            talk = solve(harness, shell(look), shell("echo 41 > answer.txt"), "Done.", sandbox="bubblewrap")
+            victim.kill()
     assert (talk.last.done, talk.last.reward) == (True, 1.0), talk.last
-    assert "touch: cannot touch '/var/tmp/mine': Read-only file system" in talk.text
-    assert "http://127.0.0.1:" in talk.text
+    assert "cannot touch '/var/tmp/mine'" in talk.text
+    assert "refused" in talk.text.replace(look, "")
+    assert "http://127.0.0.1:" in talk.text.replace(look, "")
     assert "theirs" not in talk.text

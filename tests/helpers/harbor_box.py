@@ -22,8 +22,8 @@ class BubblewrapBox(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="harbor-box-"))
-        for name in ("app", "logs", "tests", "tmp"):
-            (self.root / name).mkdir()
+        for name in ("app", "tests", "tmp", "logs/agent", "logs/verifier", "logs/artifacts"):
+            (self.root / name).mkdir(parents=True)
 
     async def stop(self, delete: bool) -> None:
         await self.exec("tmux kill-server")

@@ -115,7 +115,8 @@ MOST_LINES = {
     "doctor": 1310,
     # 560 came with the dialects of agents (messages and responses beside chat completions) and parsers of calls,
     # 240 with programs such as Claude Code in workspaces of their own, 45 for sessions of tools that are late, 250 for
-    # images in replies and requests, stop texts and histories that are read once; 440 for environments of packages.
+    # images in replies and requests, stop texts and histories that are read once, 380 for environments of
+    # packages, 470 for sandboxes.
     "environments": 4900,
     "errors": 560,
     # Stages of several chunks in the search.

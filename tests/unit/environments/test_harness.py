@@ -67,7 +67,6 @@ def test_files_of_a_row_stay_in_the_workspace(tmp_path: Path, path: str) -> None
     ("arguments", "says"),
     [
         ({"harness": "claude-kode"}, "did you mean 'claude-code'"),
-        ({"wrapper": ["no-such-program"]}, ".wrapper: there is no program 'no-such-program'"),
         ({"check": ["no-such-check"]}, ".check: there is no program 'no-such-check'"),
         ({"check": []}, ".check is empty"),
         ({"workspace": "no/where"}, ".workspace: no/where is no directory"),
@@ -77,17 +76,6 @@ def test_files_of_a_row_stay_in_the_workspace(tmp_path: Path, path: str) -> None
 def test_what_is_missing_is_told_before_a_sample(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         solve(tmp_path, "3", **arguments)
-
-
-def test_a_wrapper_stands_before_the_agent_and_the_check(tmp_path: Path) -> None:
-    wrapper = tmp_path / "wrapper"
-    wrapper.write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/seen\nshift\nexec "$@"\n')
-    wrapper.chmod(0o755)
-    assert solve(tmp_path, "3", wrapper=[str(wrapper), "{workspace}"]).last.reward == 1.0
-    seen = (tmp_path / "seen").read_text().splitlines()
-    assert len(seen) == 2
-    assert seen[0] == seen[1] != "{workspace}"
-    assert not Path(seen[0]).exists()
 
 
 def test_the_commands_name_the_endpoint_of_the_sample() -> None:

@@ -364,7 +364,8 @@ def test_a_trial_of_the_real_harbor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "harbor_box.py").write_text((HELPERS / "harbor_box.py").read_text())
     python = str(python_with("harbor", "harbor==0.26.0", python=newer_python()))
-    settings = {"environment": {"import_path": "harbor_box:BubblewrapBox"}}
+    agent = {"kwargs": {"record_terminal_session": False}}
+    settings = {"environment": {"import_path": "harbor_box:BubblewrapBox"}, "agent": agent}
 
     def turn(keystrokes: str, is_complete: bool) -> str:
         commands = [{"keystrokes": keystrokes, "duration": 0.5}] if keystrokes else []
