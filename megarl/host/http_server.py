@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from megarl.host.clock import awake_s
 from megarl.host.stage import note_foreign
 
-# Time for a request's head, for its body, and between the requests of a client that has shown no key.
+# Time for a request's head once it has begun, for its body, and between the requests of a client that has shown no key.
 HEAD_S, BODY_S = 10.0, 60.0
 # Bounds of a request's head, and of what comes between the parts of its body.
 HEAD_BYTES, MAX_HEADERS = 16 << 10, 100
@@ -189,7 +189,8 @@ class _Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait(HEAD_S)
+        # A client that shares a busy machine may take long to send anything; for others that come, it gives way.
+        self._wait(BODY_S)
         shared = self.server_state
         shared.strangers[self] = None
         if len(shared.strangers) > shared.max_strangers or len(shared.connections) > shared.max_connections:

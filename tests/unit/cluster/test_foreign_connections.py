@@ -76,6 +76,7 @@ def test_a_listener_goes_on_among_strangers_and_counts_them(
     make_process_files()
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setattr(http_server, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
     monkeypatch.setattr(http_server, "descriptor_limit", lambda: DESCRIPTORS)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

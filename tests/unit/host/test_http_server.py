@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megarl.host import http_server
+from megarl.host.clock import awake_s
 from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, trust
 from tests.helpers.waiting import wait_until
 
@@ -111,6 +112,26 @@ def trickle(client: Client, byte: bytes) -> bytes:
         except OSError:
             return said
     raise AssertionError("the server waits for ever")
+
+
+def test_a_client_may_be_late_with_its_first_byte(
+    connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that shares an overloaded machine: it connects, and sends nothing for longer than a head may take."""
+    later_s, asked = 0.0, list[float]()
+
+    def now() -> float:
+        asked.append(later_s)
+        return awake_s() + later_s
+
+    monkeypatch.setattr(http_server, "awake_s", now)
+    client = connect()
+    wait_until(lambda: bool(asked), "the connection", timeout_s=WAIT_S)
+    later_s = 1.5 * http_server.HEAD_S
+    # The server looks once a second which connections are late.
+    wait_until(lambda: asked.count(later_s) >= 2, "a look at the connections", timeout_s=WAIT_S)
+    client.sendall(head(length=2) + b"[]")
+    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.usefixtures("impatient")
