@@ -62,7 +62,7 @@ class Work:
         return self._opened[-1]
 
     async def passes(self, sandbox: WorkSandbox) -> bool:
-        """Return whether the check succeeds, with the row's files for it. What makes no patch fails."""
+        """Return whether the check succeeds, with the row's files for it, and the changes are a patch."""
         if self._patch:
             tree = await sandbox.run(["sh", "-c", _TREE], variables=self._variables)
             trees = [self._base, tree.output.decode(errors="replace").strip()]
