@@ -122,7 +122,6 @@ def _check_recorded(config: Config) -> None:
     if loss.compared_with == "trainer":
         part, rounded = "engines sample from a part of the distribution", "engines round what the trainer does not"
         for key, value, allowed, why in (
-            ("rollout.schedule.staleness", rollout.schedule.staleness, (0,), "ranks keep one policy, the step's"),
             ("rollout.top_p", rollout.top_p, (1.0,), part),
             ("rollout.top_k", rollout.top_k, (-1,), part),
             ("rollout.source", rollout.source, ("vllm", "regenerate"), "a record does not say which weights sampled"),
@@ -137,6 +136,18 @@ def _check_recorded(config: Config) -> None:
                     f"{key}: got {value} with algo.policy_loss.compared_with=trainer, but {why}; set it to {remedy}, "
                     "or compared_with=engine and rollout.head_tokens"
                 )
+    lag = rollout.schedule.max_lag(config.trainer.prompts_per_step) if loss.compared_with == "trainer" else 0
+    if loss.kept_versions != lag:
+        raise ConfigError(
+            f"algo.policy_loss.kept_versions: got {loss.kept_versions} with compared_with={loss.compared_with} and "
+            f"rollout.schedule.staleness={rollout.schedule.staleness}, by which the weights that sampled a token may "
+            f"be {lag} updates old; set it to {lag}, for as many copies of the weights in host memory, or "
+            "compared_with=engine and rollout.head_tokens"
+            if lag
+            else f"algo.policy_loss.kept_versions: got {loss.kept_versions}, but nothing reads earlier versions of the "
+            f"weights with compared_with={loss.compared_with} and rollout.schedule.staleness="
+            f"{rollout.schedule.staleness}; set it to 0"
+        )
     reads_heads = POLICY_LOSSES.get(name).measure is not None and loss.compared_with == "engine"
     if reads_heads == (got > 0):
         return

@@ -98,7 +98,7 @@ class Centering:
 
 @POLICY_LOSSES.register(
     "score_centering",
-    options=("compared_with", "center_weight", "center_low", "center_high", "max_head_error"),
+    options=("compared_with", "kept_versions", "center_weight", "center_low", "center_high", "max_head_error"),
     reads=("rollout_logprobs",),
     measure=Centering.of,
 )

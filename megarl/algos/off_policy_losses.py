@@ -87,7 +87,7 @@ def _dppo(x: PolicyLossInputs, cfg: PolicyLossConfig, apart: Tensor) -> PolicyLo
 
 
 _DPPO_RANGE = ("clip_low", "clip_high")
-_DPPO_TOP = (*_DPPO_RANGE, "compared_with")
+_DPPO_TOP = (*_DPPO_RANGE, "compared_with", "kept_versions")
 
 
 @POLICY_LOSSES.register("dppo_tv", options=_DPPO_RANGE)
@@ -125,7 +125,7 @@ def _beside(x: PolicyLossInputs) -> Tensor:
 @POLICY_LOSSES.register("dppo_top_tv", options=_DPPO_TOP, measure=lambda cfg: TopDivergence(kind="tv"))
 def dppo_top_tv(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute DPPO as `dppo_tv` does, with the total variation between the engine's recorded head and the policy, or
-    with `compared_with: trainer` over the whole vocabulary, between the policy at the start of the step and now.
+    with `compared_with: trainer` over the whole vocabulary, between the policy when it sampled and now.
 
     It is never below the binary one, so bounds do not carry over. SkyRL reports no gain over `dppo_tv`.
 

@@ -177,6 +177,12 @@ def _check_head(cfg: AlgoConfig) -> None:
             f"algo.correction.name: got {cfg.correction.name!r} with {key} and compared_with=trainer, whose ratio is "
             "to the policy at the start of the step; set algo.correction.name=none, or one with weights, as tis_upper"
         )
+    if cfg.policy_loss.kept_versions and cfg.correction != CorrectionConfig():
+        raise ConfigError(
+            f"algo.correction.name: got {cfg.correction.name!r} with {key} and kept_versions="
+            f"{cfg.policy_loss.kept_versions}, whose ratio is to the weights that sampled, so that staleness would be "
+            "weighed twice; set algo.correction.name=none"
+        )
     if "old_logprobs" not in loss.reads and cfg.correction != CorrectionConfig() and not is_own:
         raise ConfigError(
             f"algo.correction.name: got {cfg.correction.name!r} with {key}, which weighs tokens by the ratio of the "

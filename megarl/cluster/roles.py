@@ -14,7 +14,13 @@ from megarl.types.messages import Head, Role, RoleSpec, Vision
 
 def actor_role(config: Config) -> RoleSpec:
     """Return the specification of the actor: the policy, which every run trains."""
-    return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor, vision=_vision(config, moves=True))
+    return RoleSpec(
+        role=Role.ACTOR,
+        model=config.model,
+        settings=config.actor,
+        vision=_vision(config, moves=True),
+        kept_versions=config.algo.policy_loss.kept_versions,
+    )
 
 
 def _vision(config: Config, *, moves: bool = False) -> Vision | None:

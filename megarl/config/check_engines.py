@@ -79,8 +79,9 @@ def check_schedule(config: Config) -> None:
                 "step, and a text that begins before and ends after is not found; use rollout.stop_token_ids, "
                 "placement.mode=split or staleness=0"
             )
-    # Heads are only read by losses that correct for staleness themselves.
-    if config.algo.correction.name == "none" and not (config.algo.correction.forced or config.rollout.head_tokens):
+    # These are only read by losses that correct for staleness themselves.
+    is_read = config.rollout.head_tokens or config.algo.policy_loss.kept_versions
+    if config.algo.correction.name == "none" and not (config.algo.correction.forced or is_read):
         raise ConfigError(
             f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "
             "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do, "

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Literal
 
 from megarl.config.engine import EngineConfig
@@ -44,6 +45,15 @@ class ScheduleConfig:
     def window(self, prompts_per_step: int) -> int:
         """Return `window_frac` in prompts; 1: strict order."""
         return max(1, int(self.window_frac * (self.staleness + 1) * prompts_per_step))
+
+    def max_lag(self, prompts_per_step: int) -> int:
+        """Return the bound on the lag of any token."""
+        return max_lag(self.staleness, self.window(prompts_per_step), prompts_per_step)
+
+
+def max_lag(staleness: int, window: int, prompts_per_step: int) -> int:
+    """Return the bound on the lag of any token, η + ⌈(W − 1)/P⌉, which `megarl.rollout.scheduler` proves."""
+    return staleness + ceil((window - 1) / prompts_per_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,13 +34,14 @@ from megarl.errors import StorageError, WorkerError
 from megarl.host.device.platform import platform
 from megarl.host.writing import problem, room, storage_cause, writing
 from megarl.parallel.adapters import adapter_states
-from megarl.parallel.averaging import MovingAverage
 from megarl.parallel.backend import accepted
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Role
 from megarl.weights.dist_index import read_metadata
 from megarl.weights.rules import TOWER
 
+# The versions of which a checkpoint has copies, and since when they are known, in its metadata.
+_VERSIONS = "earlier_versions"
 # How long to wait before asking again whether all ranks have written a checkpoint.
 _POLL_S = 0.2
 # How the distributed optimizer's state is written; Megatron's default cannot be saved in 0.16.1.
@@ -90,6 +91,9 @@ class RankCheckpoints:
                 _initialize(each)
             with _failures_raised(directory / name, "write", self._rank):
                 (directory / name).mkdir(exist_ok=True)
+                kept = {}
+                if role.versions is not None:
+                    kept[_VERSIONS] = (role.versions.since, sorted(role.versions.copies))
                 request = dist_checkpointing.save(
                     _states(role, metadata),
                     str(directory / name),
@@ -97,7 +101,7 @@ class RankCheckpoints:
                         "torch_dist", 1, thread_count=platform().checkpoint_writers
                     ),
                     async_sharded_save=True,
-                    content_metadata=dict(metadata),
+                    content_metadata={**metadata, **kept},
                     # Megatron's own writer; the other one is NVIDIA's package for resiliency.
                     **accepted(dist_checkpointing.save, async_strategy="mcore"),
                 )
@@ -128,15 +132,24 @@ class RankCheckpoints:
             role.settle()
             with _failures_raised(directory / name, "read", self._rank):
                 metadata = serialization.load_content_metadata(str(directory / name))
+                saved = metadata.pop(_VERSIONS, None)
+                if role.versions is not None:
+                    # What an earlier run in these processes kept is of no use.
+                    role.versions.since, numbers = saved or (None, ())
+                    role.versions.copies = {number: role.versions.empty() for number in numbers}
                 state = _states(role, metadata, is_loading=True, weights_only=weights_only)
-                strict = StrictHandling.RAISE_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
+                is_part = weights_only or (saved is not None and role.versions is None)
+                strict = StrictHandling.RAISE_UNEXPECTED if is_part else StrictHandling.RAISE_ALL
                 state = dist_checkpointing.load(state, str(directory / name), strict=strict)
-            if role.average is not None:
-                for i, values in enumerate(role.average.values):
+            for prefix, copies in _copies(role).items():
+                for i, values in enumerate(copies):
                     for key, value in values.items():
-                        value.copy_(state[f"model{i}"][key])
+                        value.copy_(state[f"{prefix}model{i}"][key])
+            if role.average is not None:
                 role.average.write()
                 continue
+            if role.versions is not None:
+                role.versions.trim()
             for i, chunk in enumerate(role.chunks):
                 # Transformer Engine would unpickle the extra states, which none of megarl's recipes needs.
                 weights = {key: None if "_extra_state" in key else each for key, each in state[f"model{i}"].items()}
@@ -223,19 +236,31 @@ def end_writer() -> None:
 def _states(
     role: LoadedRole, metadata: Mapping[str, object], *, is_loading: bool = False, weights_only: bool = False
 ) -> dict[str, object]:
-    """Describe this rank's shards of all that changes of a role: an average, or weights and the optimizer's state."""
-    if role.average is not None:
-        return _average_states(role, role.average, metadata)
-    states = _chunk_states(role, metadata)
+    """Describe this rank's shards of all that changes of a role: an average, or weights, earlier versions of these, and
+    the optimizer's state.
+    """
+    states: dict[str, object] = {} if role.average is not None else _chunk_states(role, metadata)
+    for prefix, copies in _copies(role).items():
+        states |= _copy_states(role, copies, metadata, prefix)
     if role.optimizer is None or weights_only:
         return states
     return states | {"optimizer": _optimizer_state(role, role.optimizer, metadata, is_loading=is_loading)}
 
 
-def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[str, object]) -> dict[str, object]:
-    """Describe this rank's shards of a moving average, by model chunk: each as that of the parameter made from it."""
+def _copies(role: LoadedRole) -> "dict[str, Sequence[Mapping[str, torch.Tensor]]]":
+    """Return what a role has for its parameters, by model chunk and name, beside them: an average, earlier versions."""
+    if role.average is not None:
+        return {"": role.average.values}
+    versions = {} if role.versions is None else role.versions.copies
+    return {f"version{number}.": copies for number, copies in versions.items()}
+
+
+def _copy_states(
+    role: LoadedRole, copies: Sequence[Mapping[str, torch.Tensor]], metadata: Mapping[str, object], prefix: str
+) -> dict[str, object]:
+    """Describe this rank's shards of such copies, by model chunk: each as that of its parameter."""
     states: dict[str, object] = {}
-    for i, (chunk, values) in enumerate(zip(role.chunks, average.values, strict=True)):
+    for i, (chunk, values) in enumerate(zip(role.chunks, copies, strict=True)):
         described = (
             chunk.sharded_state_dict(metadata=dict(metadata))
             if role.adapters is None
@@ -243,8 +268,8 @@ def _average_states(role: LoadedRole, average: MovingAverage, metadata: Mapping[
         )
         parameters = dict(chunk.named_parameters())
         found = get_param_id_to_sharded_param_map(described, [parameters[name] for name in values])
-        states[f"model{i}"] = {
-            name: make_sharded_optimizer_tensor(found[number], value, "average")
+        states[f"{prefix}model{i}"] = {
+            name: make_sharded_optimizer_tensor(found[number], value, prefix.removesuffix(".") or "average")
             for number, (name, value) in enumerate(values.items())
         }
     return states

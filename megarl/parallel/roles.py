@@ -33,6 +33,7 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel
 from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizers import optimizer_settings
+from megarl.parallel.versions import EarlierVersions
 from megarl.types.messages import Head, RoleSpec, Teaching
 from megarl.vision.reader import ImageReader
 from megarl.vision.store import ImageStore
@@ -55,6 +56,7 @@ class LoadedRole:
     """A role's model on this rank (actor, critic, ...). If it is frozen, `ddp` is empty and `optimizer` is None.
 
     gradients: what the gradient buffers hold. average: what its weights are made from, if they follow the actor's.
+    versions: what its weights were, if it keeps that.
     """
 
     spec: RoleSpec
@@ -65,6 +67,7 @@ class LoadedRole:
     adapters: ModelSpec | None = None
     gradients: Gradients = Gradients.NONE
     average: MovingAverage | None = None
+    versions: EarlierVersions | None = None
     # The role in whose memory this one's frozen weights are, if that is another.
     base: "LoadedRole | None" = None
 
@@ -216,7 +219,14 @@ def load_role(
     ddp = wrap_ddp(chunks, spec.settings.optimizer)
     optimizer = build_optimizer(ddp, spec.settings.optimizer)
     return LoadedRole(
-        spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer, adapters=adapters, base=base
+        spec=spec,
+        model_spec=model_spec,
+        chunks=chunks,
+        ddp=ddp,
+        optimizer=optimizer,
+        adapters=adapters,
+        versions=EarlierVersions(chunks=chunks, most=spec.kept_versions) if spec.kept_versions else None,
+        base=base,
     )
 
 

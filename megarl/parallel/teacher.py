@@ -2,18 +2,19 @@
 
 Without pipeline stages, each micro-batch passes through the teacher just before the model in training, and nothing is
 kept. With stages, the teacher's passes come before the update, and its hidden states of labels wait in host memory. So
-do those of the policy itself, where later updates of a step compare it with what it was. A
+do those of the policy itself, where later updates of a step compare it with what it was, or with earlier versions. A
 teacher that reads other prompts, such as the policy itself with hints, has packs of its own; its states are then put
 into the order of the labels in the packs of the model in training.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
+from megarl.algos.staleness import LAG
 from megarl.parallel.adapters import without_adapters
 from megarl.parallel.head.given_teachers import TeacherLogits
 from megarl.parallel.head.policy import HeadRequest, TokenStates
@@ -24,7 +25,7 @@ from megarl.parallel.model import PackedModel, PolicyModel
 from megarl.parallel.model_packs import pack_for
 from megarl.parallel.packing import Pack
 from megarl.parallel.roles import LoadedRole
-from megarl.types import Row
+from megarl.types import Row, Rows, row_batch
 from megarl.types.objectives import HeadMeasure
 
 
@@ -32,13 +33,15 @@ from megarl.types.objectives import HeadMeasure
 class LabelStates:
     """Hidden states that predict the labels of a pack, of this rank's part, with the place of each label in its rows.
 
-    counts: as `Pack.kept_per_rank`.
+    counts: as `Pack.kept_per_rank`. which: by whose weights each was computed: the number of a copy of
+    `EarlierVersions`, or −1, the model's own.
     """
 
     hidden: torch.Tensor
     row_index: torch.Tensor
     column_index: torch.Tensor
     counts: tuple[int, ...]
+    which: torch.Tensor
 
     @classmethod
     def of(cls, states: TokenStates, pack: Pack) -> "LabelStates":
@@ -47,6 +50,7 @@ class LabelStates:
             row_index=pack.row_index,
             column_index=pack.column_index,
             counts=pack.kept_per_rank,
+            which=torch.full(pack.row_index.shape, -1, device=pack.row_index.device),
         )
 
     def in_order_of(self, pack: Pack, model: PackedModel) -> torch.Tensor:
@@ -81,6 +85,8 @@ class TeacherBeside:
     waiting: dict[tuple[int, ...], LabelStates] = field(default_factory=dict)
     weight: torch.Tensor | None = None
     own_shard: VocabShard | None = None
+    # Output weights of earlier versions, by the numbers of their copies.
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def model(self) -> PolicyModel:
@@ -90,6 +96,21 @@ class TeacherBeside:
         """Let the hidden states of a micro-batch wait on the host."""
         assert isinstance(states, TokenStates)
         self.waiting[tuple(indices)] = LabelStates.of(TokenStates(hidden=states.hidden.cpu()), pack)
+
+    def keep_of(self, number: int, lags: Sequence[int], rows: Rows) -> Callable[..., None]:
+        """Return what lets those states of a micro-batch wait in place of others whose tokens have these lags."""
+
+        def keep(model: PackedModel, pack: Pack, indices: Sequence[int], states: object) -> None:
+            assert isinstance(states, TokenStates)
+            kept = self.waiting[tuple(indices)]
+            lag = row_batch([rows[i] for i in indices], device=pack.labels.device).quantity(LAG)
+            mine = torch.isin(lag[pack.row_index, pack.column_index], lag.new_tensor(lags))
+            kept.which[mine] = number
+            counts = pack.kept_per_rank if model.config.sequence_parallel else None
+            own = RowOwners(group=model.layout.tp_group, counts=counts).own(mine).cpu()
+            kept.hidden[own] = states.hidden.cpu()[own]
+
+        return keep
 
     @torch.no_grad()
     def logits(self, pack: Pack, indices: Sequence[int]) -> TeacherLogits | None:
@@ -114,6 +135,8 @@ class TeacherBeside:
             fp32_logits=self.request.fp32_logits,
             common=self.common,
             measure=self.measure,
+            others=self.others,
+            which=states.which if self.others else None,
         )
 
     def as_teacher(self) -> contextlib.AbstractContextManager[None]:

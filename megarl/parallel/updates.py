@@ -30,7 +30,7 @@ from megarl.parallel.passes import (
 from megarl.parallel.roles import Gradients, LoadedRole
 from megarl.parallel.teacher import TeacherBeside
 from megarl.types import FloatArray, ModelOutputs, PolicyOutputs, RowBatch, Rows, ValueOutputs, row_batch
-from megarl.types.messages import AccumulateRequest, Role, StepRequest, UpdateResult
+from megarl.types.messages import AccumulateRequest, ForwardRequest, Role, StepRequest, UpdateResult
 
 # Token outputs of a head → the rows an objective sees.
 _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {
@@ -170,8 +170,10 @@ def _teach(
     """Prepare a teacher to compute beside the student's update; with pipeline stages, run its passes."""
     assert request.teaching is not None
     if isinstance(teacher, TeacherBeside):
-        weight = None if teacher.weight is None else teacher.weight.to(platform().device())
-        return replace(teacher, measure=request.teaching.measure, weight=weight)
+        device = platform().device()
+        weight = None if teacher.weight is None else teacher.weight.to(device)
+        others = {number: each.to(device) for number, each in teacher.others.items()}
+        return replace(teacher, measure=request.teaching.measure, weight=weight, others=others)
     asked = replace(teacher.head_request(temperature=request.temperature), states_only=True)
     own, taught = student.chunks[0], None
     if request.teaching.reads_hints:
@@ -191,19 +193,34 @@ def keep_policy(
     loaded: LoadedRole,
     rows: Rows,
     micro_batches: MicroBatches,
+    request: ForwardRequest,
     *,
-    temperature: float,
     others: Mapping[int, TeacherBeside],
 ) -> TeacherBeside:
     """Return, on the host, what gives the policy's distribution at labels after it has moved on: hidden states and the
-    output weight. The micro-batches are those of the update that will ask for it. others: what was kept in this step.
+    output weight; for tokens with the request's lags, of the version that sampled them. The micro-batches are those of
+    the update that will ask for it. others: what was kept in this step.
     """
+    temperature, numbers = request.temperature, dict[int, list[int]]()
+    loaded.settle()
+    for lag in request.lags:
+        assert loaded.versions is not None, "rows are stale, and ranks keep no versions"
+        if (number := loaded.versions.place_of(request.step - 1 - lag)) is not None:
+            numbers.setdefault(number, []).append(lag)
     own, asked = loaded.chunks[-1], replace(loaded.head_request(temperature=temperature), states_only=True)
     beside = TeacherBeside(loaded=loaded, request=asked, shard=own.vocab_shard, common=None, own_shard=own.vocab_shard)
     if own.post_process:
         first = others.get(0)
         beside.weight = own.output_weight.detach().to("cpu", copy=True) if first is None else first.weight
     run_schedule(loaded.chunks, rows, micro_batches, asked, beside.keep, forward_only=True)
+    for number, lags in numbers.items():
+        assert loaded.versions is not None
+        with loaded.versions.computing_with(number):
+            if own.post_process:
+                weight = next((each.others[number] for each in others.values() if number in each.others), None)
+                beside.others[number] = own.output_weight.detach().to("cpu", copy=True) if weight is None else weight
+            keep = beside.keep_of(number, lags, rows)
+            run_schedule(loaded.chunks, rows, micro_batches, asked, keep, forward_only=True)
     return beside
 
 
@@ -241,6 +258,8 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
     if request.scale != 1.0:
         for chunk in loaded.ddp:
             chunk.scale_gradients(request.scale)
+    if loaded.versions is not None:
+        loaded.versions.remember(request.step - 1)
     settings, tower_lr = loaded.spec.settings.optimizer, loaded.spec.settings.vision.lr
     for group in loaded.optimizer.param_groups:
         group["lr"] = request.lr * group.get("lr_mult", 1.0)

@@ -126,9 +126,7 @@ class RankWorker:
         if request.keeps is not None:
             # Number 0 forgets the step before.
             self.kept = {} if request.keeps == 0 else self.kept
-            self.kept[request.keeps] = keep_policy(
-                loaded, rows, micro_batches, temperature=request.temperature, others=self.kept
-            )
+            self.kept[request.keeps] = keep_policy(loaded, rows, micro_batches, request, others=self.kept)
             return None
         head = loaded.head_request(
             temperature=request.temperature,

@@ -15,6 +15,7 @@ from megarl.weights.shards import (
     num_stage_layers,
     num_stage_parameters,
     num_trained_parameters,
+    padded_vocab,
     place_of,
 )
 
@@ -50,7 +51,7 @@ def plan_shard(
         on_host = sum(
             bytes_of.optimizer_host_bytes(count, num_shards, settings.optimizer)
             for count, num_shards in zip((trained.others, trained.experts), shards, strict=True)
-        )
+        ) + role.kept_versions * bytes_of.weight_bytes(trained.total, dtype_bytes)
         activations = bytes_of.activation_bytes(
             spec.dims,
             layout,
@@ -104,8 +105,11 @@ def _head_bytes(
     if stage != role.layout.pp - 1 or role.head is not Head.LM:
         return 0
     dtype_bytes = DTYPE_BYTES[role.model.dtype]
+    # The output weights of versions that sampled wait on the device while it compares with them.
+    versions = 1 + role.kept_versions if backward and role.kept_versions else 0
+    rows = padded_vocab(spec.dims.vocab, role.layout, role.model.vocab_multiple) // role.layout.tp
     sums_float32 = role.settings.optimizer.grad_reduce_in_fp32 or dtype_bytes == bytes_of.GRADIENT_BYTES
-    return bytes_of.head_bytes(
+    return versions * bytes_of.weight_bytes(rows * spec.dims.hidden, dtype_bytes) + bytes_of.head_bytes(
         spec.dims,
         role.layout,
         vocab_multiple=role.model.vocab_multiple,
@@ -150,6 +154,7 @@ def checkpoint_host_bytes(
                     total += bytes_of.weight_bytes(count, bytes_of.AVERAGE_BYTES) if replica == 0 else 0
                     continue
                 total += bytes_of.checkpoint_bytes(count, dtype_bytes, num_replicas, shard=replica, portable=portable)
+                total += role.kept_versions * bytes_of.weight_bytes(count, dtype_bytes) if replica == 0 else 0
     return total
 
 

@@ -2,6 +2,7 @@
 
     weights      b·P
     average      4·P if b = 2, else 0 (of a teacher that follows the actor, in float32 beside its weights)
+    versions     b·P on the host, and as much in checkpoints, for each earlier version that a loss compares with
     gradients    4·P                    (Megatron accumulates them in float32; b·P without grad_reduce_in_fp32)
     optimizer    (12 if b = 2 else 8)·P / D
                  AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with

@@ -71,6 +71,8 @@ def role_lines(roles: Sequence[RolePlan]) -> Iterator[str]:
         use = "trained" if role.trainable else "frozen"
         if role.update_rate is not None:
             use = f"moving average of the actor at rate {role.update_rate:g}"
+        if role.kept_versions:
+            use += f", and {role.kept_versions} earlier versions of its weights on hosts"
         experts = f" ({role.num_expert_parameters:,} in experts)" if role.num_expert_parameters else ""
         yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters{experts}, {use}, {role.model_path}"
     for path in dict.fromkeys(role.model_config for role in roles):

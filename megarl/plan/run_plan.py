@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RolePlan:
     """One model of a run. `num_parameters` counts the whole model, without vocabulary padding.
 
-    num_expert_parameters: how many of the parameters belong to experts. update_rate: as in `RoleSpec`.
+    num_expert_parameters: how many of the parameters belong to experts. update_rate, kept_versions: as in `RoleSpec`.
     """
 
     name: str
@@ -27,6 +27,7 @@ class RolePlan:
     num_parameters: int
     num_expert_parameters: int
     update_rate: float | None = None
+    kept_versions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class ShardPlan:
     update adds; 0 if it is frozen. forward: what a pass without gradients adds. num_experts: how many experts of each
     MoE layer a rank holds; num_expert_parameters: their parameters. num_parameters: those without adapters;
     num_trained_*: those that have gradients, which may be adapters', or that follow such. on_host: bytes of the
-    optimizer's state, and of gradients for it, that stay on the host.
+    optimizer's state, of gradients for it, and of earlier versions of the weights, that stay on the host.
     """
 
     role: str

@@ -276,6 +276,7 @@ def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
         num_parameters=model_parameters(spec, role.head),
         num_expert_parameters=sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors),
         update_rate=role.update_rate,
+        kept_versions=role.kept_versions,
     )
 
 

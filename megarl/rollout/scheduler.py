@@ -19,6 +19,8 @@ that the step takes. A step whose refills are used up may end with k < P groups,
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.generation import max_lag
+
 
 class Scheduler:
     """The schedule of a run; `megarl.train.collect` and the simulator of `megarl plan-async` both follow it.
@@ -40,7 +42,7 @@ class Scheduler:
     @property
     def max_lag(self) -> int:
         """Return the bound on the lag of any token: η + ⌈(W − 1)/P⌉."""
-        return self.staleness - -(self.window - 1) // self.prompts_per_step
+        return max_lag(self.staleness, self.window, self.prompts_per_step)
 
     def admissible(self, steps_left: int | None = None, *, step_takes: int | None = None) -> int:
         """Return how many tickets may be admitted now; with `steps_left`, no more than those steps will take.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.algos.batch_statistics import optimizer_batches
+from megarl.algos.staleness import LAG
 from megarl.cluster import offloading
 from megarl.config.optimizer import learning_rate
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
@@ -319,10 +320,19 @@ class RoleUpdater(RolePasses):
         return replace(result, metrics=metrics, before={i: result.before[i] for i in sorted(result.before)})
 
     def _keep(self, batches: Sequence[Sequence[Row]], *, step: int) -> None:
-        """Let ranks keep the policy's hidden states of each optimizer batch, as they are before the first update."""
+        """Let ranks keep the policy's hidden states of each optimizer batch, as they are before the first update; those
+        of stale tokens, as they were when these were sampled.
+        """
         for number, rows in enumerate(batches):
-            sent = self._sent(rows, frozenset())
-            request = ForwardRequest(role=self._role.role, temperature=self._temperature, step=step, keeps=number)
+            sent = self._sent(rows, frozenset({LAG}))
+            lags = {int(lag) for row in rows if LAG in row.quantities for lag in row.quantities[LAG][row.loss_mask]}
+            request = ForwardRequest(
+                role=self._role.role,
+                temperature=self._temperature,
+                step=step,
+                keeps=number,
+                lags=tuple(sorted(lags - {0})),
+            )
             self._workers.forward(sent, self._plan(sent, paired=False)[0], request)
 
     def update_on_batch(

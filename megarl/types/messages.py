@@ -73,7 +73,8 @@ class RoleSpec:
     and the other's are switched off when it computes. in_update_of: the role in whose update this one computes too,
     instead of a pass of its own. update_rate: by which share of the way its weights, or its adapters alone, move to the
     actor's after each of the actor's optimizer steps; None: they stay. update_every: they move in the steps whose
-    number it divides. vision: None: the model reads texts alone.
+    number it divides. vision: None: the model reads texts alone. kept_versions: how many earlier versions of its
+    weights ranks keep on the host.
     """
 
     role: Role
@@ -86,6 +87,7 @@ class RoleSpec:
     update_rate: float | None = None
     update_every: int = 1
     vision: Vision | None = None
+    kept_versions: int = 0
 
     @property
     def changes(self) -> bool:
@@ -190,7 +192,8 @@ class ForwardRequest:
     common: distributions are over this many first tokens of the vocabulary; None: over all.
     paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
     response token, KL(policy after the other prompt ‖ policy after the row's own). squares: also compute Σ p². keeps:
-    only keep hidden states, under this number (see `Teaching`).
+    only keep hidden states, under this number (see `Teaching`); those of tokens with these `lags` by the earlier
+    versions of the weights.
     """
 
     role: Role
@@ -201,6 +204,7 @@ class ForwardRequest:
     common: int | None = None
     squares: bool = False
     keeps: int | None = None
+    lags: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

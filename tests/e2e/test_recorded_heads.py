@@ -52,16 +52,22 @@ def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_policys_own_distribution_survives_a_kill(tmp_path: Path) -> None:
-    """What ranks keep of it for a step's second update is in no checkpoint: each step makes it anew."""
+    """What ranks keep of it for a step's second update is in no checkpoint, as each step makes it anew; the weights of
+    the version before, which sampled what the checkpoint has, are there.
+    """
     of_heads = ("algo.policy_loss.max_head_error", "rollout.head_tokens")
     plain = tuple(each for each in SETTINGS if not each.startswith(of_heads))
-    settings = (*plain, "algo.policy_loss.compared_with=trainer", "trainer.num_epochs=2")
+    stale = ("placement.mode=split", "rollout.schedule.staleness=1", "algo.policy_loss.kept_versions=1")
+    settings = (*plain, *stale, "algo.policy_loss.compared_with=trainer", "trainer.num_epochs=2")
     whole = SmallRun(inputs=make_inputs(tmp_path), name="whole", settings=settings)
     assert whole.start().wait() == 0, whole.paths.root.with_suffix(".log").read_text()
     steps = [record.metrics for record in whole.records() if "actor/grad_norm" in record.metrics]
-    # The second update's policy has moved away from it.
     assert len(steps) == NUM_STEPS
+    assert [metrics["staleness/lag_mean"] for metrics in steps] == [0.0, 1.0, 1.0]
+    # The policy has moved away from what sampled: at first in a step's second update alone.
     assert all(metrics["actor/pg_loss"] != 0 for metrics in steps)
+    away = [abs(metrics["actor/sc_importance_weight"] - 1) for metrics in steps]
+    assert away[0] < away[1]
     assert_survives(whole)
 
 

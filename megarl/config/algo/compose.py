@@ -50,8 +50,12 @@ class PolicyLossConfig:
     bapo_high: tuple[float, float] = setting((1.2, 2.0), POSITIVE)  # bapo: the same for the upper bound.
     bapo_target: float = setting(1.0, POSITIVE)  # bapo: weight of positive advantages, at least, per negative one.
     # score_centering, dppo_top_tv, dppo_top_kl: whose distribution stands for the sampler's. engine: that of its heads
-    # (rollout.head_tokens); trainer: the whole of what the policy was at the start of the step, for fresh samples.
+    # (rollout.head_tokens); trainer: the whole of what the policy was when it sampled, by its weights at the start of
+    # the step or, for stale samples, by kept_versions.
     compared_with: Literal["engine", "trainer"] = "engine"
+    # compared_with=trainer: number of earlier versions of the weights that ranks keep in host memory; as large as the
+    # bound on the lag of tokens.
+    kept_versions: int = setting(0, AT_LEAST_0, affects=("engines",))
     # score_centering: weight f of the ratio r of policy to engine. none: 1; tis: clip(r, center_low, center_high); mis:
     # r where it is between them, else 0.
     center_weight: Literal["none", "tis", "mis"] = "none"

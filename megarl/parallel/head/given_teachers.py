@@ -1,6 +1,7 @@
 """Define the forms in which callers give a teacher, and prepare it for the head: check shapes, gather hidden states."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,6 +33,8 @@ class TeacherLogits:
             distributions are normalised over them; None: the vocabularies are the same.
         kernels: computations on chunks of both logits; None: the best for the device.
         measure: what is computed beside it in place of a divergence; both vocabularies are then the same.
+        others, which: further output weights by number, and the number of each token's [N], −1 of `weight` itself;
+            None: all have this one.
     """
 
     hidden: torch.Tensor
@@ -43,6 +46,8 @@ class TeacherLogits:
     common: int | None = None
     kernels: TeacherKernels | None = None
     measure: HeadMeasure | None = None
+    others: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    which: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,8 @@ def prepare_teacher(
     )
     columns = _compared_columns(given, shard)
     inputs = head_inputs(states, given.weight, labels, shard=given.shard, options=options)
+    others = {number: weight.to(inputs.weight.dtype) for number, weight in given.others.items()}
+    inputs = replace(inputs, others=others, which=given.which)
     if given.measure is not None:
         if columns != given.shard.size or x.nucleus is not None:
             raise ValueError("a policy is measured against another's whole distribution, not against a part of it")

@@ -8,8 +8,8 @@ A token that was sampled from a set S of the vocabulary (top-k, top-p) has a fou
 of S. Then  log p = Σ_i z_i − logsumexp_i lse_i(S),  while H remains that of the whole vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -61,6 +61,9 @@ class HeadInputs:
     whole vocabulary, as entropies always are.
 
     logit_cap: c if the model caps its logits r to c·tanh(r/c) (Gemma 2); everything below calls the capped ones raw.
+
+    others: further output weights [≥ shard.size, H] by number. which: [N] the number of each token's, −1 of `weight`
+    itself; None: all have this one.
     """
 
     hidden: torch.Tensor
@@ -72,6 +75,8 @@ class HeadInputs:
     kernels: ChunkKernels
     nucleus: torch.Tensor | None = None
     logit_cap: float | None = None
+    others: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    which: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         nucleus, expected = self.nucleus, len(self.labels)
@@ -99,6 +104,7 @@ class HeadInputs:
             labels=self.labels[indices],
             inverse_temperature=self.inverse_temperature[indices],
             nucleus=None if self.nucleus is None else self.nucleus[indices],
+            which=None if self.which is None else self.which[indices],
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
@@ -112,7 +118,12 @@ class HeadInputs:
         """Compute a slice's raw logits, h·Wᵀ or these capped, into the first rows of `out`, and return these rows."""
         logits = out[: rows.stop - rows.start]
         if self.shard.size:
-            torch.mm(self.hidden[rows], self.weight.t(), out=logits)
+            if self.which is None:
+                torch.mm(self.hidden[rows], self.weight.t(), out=logits)
+            else:
+                for number, weight in {-1: self.weight, **self.others}.items():
+                    mine = (self.which[rows] == number).nonzero()[:, 0]
+                    logits[mine] = self.hidden[rows][mine] @ weight[: self.shard.size].t()
             if self.logit_cap is not None:
                 logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
         return logits

@@ -23,7 +23,7 @@ from megarl.config.algo import (
 )
 from megarl.config.engine import EngineConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
-from megarl.config.schema import Config, SyncConfig
+from megarl.config.schema import Config, SyncConfig, TrainerConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.run import session_inputs
 from megarl.run.session_inputs import open_session_inputs
@@ -193,6 +193,10 @@ REFUSED = [
         "compared_with: got trainer, which is not read",
     ),
     (AlgoConfig(policy_loss=KEPT, correction=CorrectionConfig(name="rollout_ratio")), "whose ratio is to the policy"),
+    (
+        AlgoConfig(policy_loss=replace(KEPT, kept_versions=1), correction=CorrectionConfig(name="tis_upper")),
+        "so that staleness would be weighed twice; set algo.correction.name=none",
+    ),
 ]
 
 
@@ -204,7 +208,10 @@ def test_refusals(cfg: AlgoConfig, message: str) -> None:
 
 # What sampled is not what ranks keep.
 OTHER_SAMPLERS: list[tuple[str, dict[str, Any]]] = [
-    ("rollout.schedule.staleness: got 1", {"rollout": RolloutConfig(schedule=ScheduleConfig(staleness=1))}),
+    (
+        "algo.policy_loss.kept_versions: got 0 with compared_with=trainer and .*staleness=1, .* may be 1 updates old",
+        {"rollout": RolloutConfig(schedule=ScheduleConfig(staleness=1))},
+    ),
     ("rollout.top_p: got 0.9", {"rollout": RolloutConfig(top_p=0.9, top_k=50)}),
     ("rollout.top_k: got 50", {"rollout": RolloutConfig(top_k=50)}),
     ("rollout.source: got replay", {"rollout": RolloutConfig(source="replay", replay_dir="records")}),
@@ -251,6 +258,19 @@ def test_what_beside_the_policy_itself_is_allowed() -> None:
     for loss in (KEPT, replace(CENTERED, compared_with="trainer")):
         algorithm_of(Config(algo=AlgoConfig(policy_loss=loss)))
         algorithm_of(Config(algo=AlgoConfig(policy_loss=loss, correction=CorrectionConfig(name="tis_upper"))))
+
+
+def test_as_many_versions_are_kept_as_tokens_may_be_old() -> None:
+    """Of a window of ½·(2 + 1)·32 = 48 prompts, ⌈47/32⌉ = 2 more than staleness 2."""
+    window = ScheduleConfig(staleness=2, window_frac=0.5)
+    for schedule, count in ((ScheduleConfig(staleness=2), 2), (window, 4), (ScheduleConfig(), 0)):
+        rollout, trainer = RolloutConfig(schedule=schedule), TrainerConfig(prompts_per_step=32)
+        algorithm_of(
+            Config(algo=AlgoConfig(policy_loss=replace(KEPT, kept_versions=count)), rollout=rollout, trainer=trainer)
+        )
+        too_many = AlgoConfig(policy_loss=replace(KEPT, kept_versions=count + 1))
+        with pytest.raises(ConfigError, match=f"kept_versions: got {count + 1}.*; set it to {count}"):
+            algorithm_of(Config(algo=too_many, rollout=rollout, trainer=trainer))
 
 
 def verl_correction(lp: Tensor, lq: Tensor, weight: str, low: float, high: float) -> Tensor:

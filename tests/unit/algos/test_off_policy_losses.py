@@ -266,3 +266,40 @@ def test_dppo_has_the_gradient_of_verl(name: str) -> None:
     (theirs,) = torch.autograd.grad(verl_dppo(name, moved, old, advantages, 0.05, 0.1).sum(), moved)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     assert 200 < int((ours == 0).sum()) < 2000
+
+
+def trl_loss(name: str, lp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """`vespo` and `luspo` of TRL's GRPOTrainer, as Liger-Kernel's `ppo_loss_fn` has them (v0.8.2), in their terms: a
+    sum over tokens, and over rows of a row's loss times its number of tokens."""
+    ratio = (lp - old) * mask
+    if name == "luspo":
+        coef = (ratio.sum(-1) / mask.sum(-1).clamp(min=1)).exp()
+        return -(torch.min(coef * advantage, coef.clamp(1 - 3e-4, 1 + 4e-4) * advantage) * mask.sum(-1)).sum()
+    log_w = ratio.detach().clamp(-20.0, 20.0).sum(-1).clamp(math.log(1e-8), 20.0)
+    k, rate = torch.where(advantage >= 0, 2.0, 3.0), torch.where(advantage >= 0, 3.0, 2.0)
+    phi = (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return -((phi * advantage)[:, None] * lp * mask).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "cfg"),
+    [
+        ("vespo", PolicyLossConfig(name="vespo")),
+        ("luspo", PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)),
+    ],
+)
+def test_rows_weigh_as_in_trl(name: str, cfg: PolicyLossConfig) -> None:
+    """Above its lower bound of a row's weight, 1e-8."""
+    g = torch.Generator().manual_seed(6)
+    old = -torch.rand(500, 6, generator=g, dtype=torch.float64) - 0.1
+    moved = (old + 0.5 * torch.randn(old.shape, generator=g, dtype=torch.float64)).requires_grad_()
+    advantage = torch.randn(len(old), generator=g, dtype=torch.float64)
+    mask = torch.rand(old.shape, generator=g) < 0.8
+    x = PolicyLossInputs(
+        logprobs=moved, old_logprobs=old, advantages=advantage[:, None].expand(old.shape), loss_mask=mask
+    )
+    loss = AGGREGATIONS.get("seq-mean-token-sum").local_sum(policy_loss(x, cfg).loss, mask)
+    (ours,) = torch.autograd.grad(loss, moved)
+    (theirs,) = torch.autograd.grad(trl_loss(name, moved, old, advantage, mask), moved)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-15)
+    assert int((ours != 0).any(-1).sum()) > 100

@@ -196,6 +196,26 @@ def test_a_share_of_the_optimizers_state_is_on_the_host(tmp_path: Path, monkeypa
         assert full.resident["optimizer"] - shard.resident["optimizer"] == 3 * count // 2
 
 
+def test_earlier_versions_take_host_memory(tmp_path: Path) -> None:
+    """Two copies of 2 bytes for each parameter of a shard, on all four ranks of a node, and once more in checkpoints of
+    the first of two replicas; while they are compared, output weights of three versions are on the last stage's device.
+    """
+    config = small_config(tmp_path)
+    schedule = replace(config.rollout.schedule, staleness=2, on_update="continue")
+    split = replace(config.placement, mode="split", offload=False)
+    config = replace(config, rollout=replace(config.rollout, schedule=schedule), placement=split)
+    loss = replace(config.algo.policy_loss, name="dppo_top_tv", compared_with="trainer", kept_versions=2)
+    forced = replace(config.algo, correction=replace(config.algo.correction, forced=True))
+    plan = plan_run(replace(config, algo=replace(config.algo, policy_loss=loss)))
+    whole = plan_run(replace(config, algo=forced))
+    for stage in range(2):
+        count = plan.shards[stage].num_parameters
+        assert plan.nodes[stage].offloaded == 4 * 2 * 2 * count
+        assert plan.nodes[stage].checkpoint - whole.nodes[stage].checkpoint == 2 * 2 * 2 * count
+        assert plan.shards[stage].head - whole.shards[stage].head == stage * 3 * 2 * 64
+    assert "trained, and 2 earlier versions of its weights on hosts" in to_text(plan)
+
+
 def test_offload_takes_turns(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config = replace(config, placement=replace(config.placement, offload=True))
