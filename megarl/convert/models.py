@@ -28,8 +28,9 @@ from megarl.weights.towers import Tower
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
 _NO_PADDING = 1
-# Keys of optimizer states: with several optimizers, as expert models have, periodic checkpoints number them.
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+# Keys of optimizer states (with several optimizers, as expert models have, periodic checkpoints number them), and of
+# earlier versions of the weights.
+_NO_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\.|version\d+\.")
 _NAMED = 3
 
 
@@ -107,7 +108,7 @@ def _open_hf(path: Path, tower: Tower | None) -> OpenModel:
 def _open_dist(path: Path, model: Path) -> OpenModel:
     spec = read_model_spec(model, "--model")
     tensors, _ = read_index(path)
-    weights = {key: tensor for key, tensor in tensors.items() if not _OPTIMIZER.match(key)}
+    weights = {key: tensor for key, tensor in tensors.items() if not _NO_WEIGHTS.match(key)}
     # A run's checkpoint has of a tower what was trained.
     if of_tower := {key for key in weights if key.startswith(TOWER)}:
         towers = (spec.with_tower("projector"), spec.with_tower("all"))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
 from megarl.config.lora import LoraConfig
+from megarl.convert.models import open_model
 from megarl.train.teachers import comparison_of
 from megarl.types import Row
 from megarl.types.messages import RoleSpec, UpdateRequest
@@ -141,6 +142,10 @@ def test_copies_of_another_layout_and_fewer_of_them(
     fewer = replace(elsewhere, role=replace(elsewhere.role, kept_versions=1), steps=steps[3:4])
     with pytest.raises(Exception, match=r"sampled by version 1 .* keep versions from 2 on"):
         pool.run(compare_versions, fewer)
+    # Converters see the weights alone.
+    assert (
+        open_model(Path(saved) / "actor", model).reader.specs.keys() == read_model_spec(model).expected_tensors().keys()
+    )
     without = replace(elsewhere, role=replace(elsewhere.role, kept_versions=0), steps=())
     assert merged(pool.run(compare_versions, without)) == []
 
