@@ -12,9 +12,6 @@ import numpy.typing as npt
 from megarl.algos.masked import row_blocks
 from megarl.config.torch_later import Tensor
 
-# Name of the per-token quantity with the lags.
-LAG = "lag"
-
 
 def staleness_metrics(lag: Tensor, sampled: Tensor) -> dict[str, float]:
     """Compute how old the weights are that sampled a step's tokens; nothing if engines sampled none.

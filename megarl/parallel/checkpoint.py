@@ -134,7 +134,7 @@ class RankCheckpoints:
                 metadata = serialization.load_content_metadata(str(directory / name))
                 saved = metadata.pop(_VERSIONS, None)
                 if role.versions is not None:
-                    # What an earlier run in these processes kept is of no use.
+                    # Copies of an earlier run in these processes are of no use.
                     role.versions.since, numbers = saved or (None, ())
                     role.versions.copies = {number: role.versions.empty() for number in numbers}
                 state = _states(role, metadata, is_loading=True, weights_only=weights_only)

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 
-from megarl.algos.staleness import LAG
 from megarl.parallel.adapters import without_adapters
 from megarl.parallel.head.given_teachers import TeacherLogits
 from megarl.parallel.head.policy import HeadRequest, TokenStates
@@ -27,6 +26,7 @@ from megarl.parallel.packing import Pack
 from megarl.parallel.roles import LoadedRole
 from megarl.types import Row, Rows, row_batch
 from megarl.types.objectives import HeadMeasure
+from megarl.types.rows import LAG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

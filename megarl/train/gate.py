@@ -7,13 +7,14 @@ import torch
 from megarl.algos.corrections import CORRECTIONS, CorrectionInputs, compute_correction
 from megarl.algos.mismatch import MismatchSums, mismatch_sums
 from megarl.algos.prefixes import DEMONSTRATION
-from megarl.algos.staleness import LAG, drift_metrics, staleness_metrics
+from megarl.algos.staleness import drift_metrics, staleness_metrics
 from megarl.config.algo import CorrectionConfig
 from megarl.config.engine import EngineConfig
 from megarl.config.models import ModelConfig
 from megarl.config.schema import TrainerConfig
 from megarl.errors import MismatchError
 from megarl.types import BoolArray, FloatArray, Row, TokenQuantity, length_blocks, pad_rows
+from megarl.types.rows import LAG
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.algos.batch_statistics import optimizer_batches
-from megarl.algos.staleness import LAG
 from megarl.cluster import offloading
 from megarl.config.optimizer import learning_rate
 from megarl.data.packing import imbalance_metrics, plan_micro_batches
@@ -27,6 +26,7 @@ from megarl.types.messages import (
     UpdateResult,
 )
 from megarl.types.prefixes import count_shared, counted_once, family_order, num_passed
+from megarl.types.rows import LAG, lags_of
 from megarl.weights.dims import Dims
 from megarl.weights.families import read_model_spec
 
@@ -320,27 +320,17 @@ class RoleUpdater(RolePasses):
         return replace(result, metrics=metrics, before={i: result.before[i] for i in sorted(result.before)})
 
     def _keep(self, batches: Sequence[Sequence[Row]], *, step: int) -> None:
-        """Let ranks keep the policy's hidden states of each optimizer batch, as they are before the first update; those
-        of stale tokens, as they were when these were sampled.
-        """
+        """Let ranks keep hidden states of each optimizer batch, before its update, by the weights that sampled."""
+        request = ForwardRequest(role=self._role.role, temperature=self._temperature, step=step)
         for number, rows in enumerate(batches):
-            sent = self._sent(rows, frozenset({LAG}))
-            lags = {int(lag) for row in rows if LAG in row.quantities for lag in row.quantities[LAG][row.loss_mask]}
-            request = ForwardRequest(
-                role=self._role.role,
-                temperature=self._temperature,
-                step=step,
-                keeps=number,
-                lags=tuple(sorted(lags - {0})),
-            )
-            self._workers.forward(sent, self._plan(sent, paired=False)[0], request)
+            sent, asked = self._sent(rows, frozenset({LAG})), replace(request, keeps=number, lags=lags_of(rows))
+            self._workers.forward(sent, self._plan(sent, paired=False)[0], asked)
 
     def update_on_batch(
         self, rows: Sequence[Row], state: AlgoState, *, step: int, mini_batch_prompts: int, num_epochs: int
     ) -> BatchUpdate:
         """Pass `num_epochs` times over a batch, one optimizer step per mini-batch of `mini_batch_prompts` groups."""
-        sums = dict[str, float]()
-        before, divergences = dict[int, FloatArray](), dict[int, FloatArray]()
+        sums, before, divergences = dict[str, float](), dict[int, FloatArray](), dict[int, FloatArray]()
         is_known = TokenQuantity.OLD_LOGPROBS in rows[0].quantities
         batches = optimizer_batches([row.uid for row in rows], mini_batch_prompts)
         if self._teaching is not None and self._teaching.kept is not None:

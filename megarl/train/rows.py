@@ -10,7 +10,6 @@ from megarl.algos.centering import with_head
 from megarl.algos.cpo import DIFFICULTY
 from megarl.algos.mixed_groups import unneeded_demonstrations
 from megarl.algos.policy_losses import POLICY_LOSSES
-from megarl.algos.staleness import LAG
 from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
@@ -18,7 +17,7 @@ from megarl.rollout.prefixes import demonstration_quantities
 from megarl.rollout.turns import turn_quantities
 from megarl.train.collect import Collected
 from megarl.types import FinishReason, Prompt, Reward, Row, SegmentSource, row_from_sample, scored_batch
-from megarl.types.rows import OBSERVED
+from megarl.types.rows import LAG, OBSERVED
 from megarl.weights.families import Dims
 
 

@@ -27,6 +27,8 @@ from megarl.types.samples import Sample
 MARGIN = "margin"
 # That of what environments said: 1 on tokens that are to be predicted, though they are no loss tokens.
 OBSERVED = "observed"
+# That of the lag of each token: by how many updates the weights that sampled it lag behind.
+LAG = "lag"
 # That of the advantages before CPO shaped them, which the record of a step shows.
 BASE_ADVANTAGES = "cpo_base_advantages"
 
@@ -208,6 +210,12 @@ class Row:
             num_uncounted=self.num_uncounted,
             images=self.images,
         )
+
+
+def lags_of(rows: Sequence[Row]) -> tuple[int, ...]:
+    """List the lags above 0 that loss tokens of rows have, in ascending order."""
+    stale = [row.quantities[LAG][row.loss_mask] for row in rows if LAG in row.quantities]
+    return tuple(sorted({int(lag) for lags in stale for lag in np.unique(lags)} - {0}))
 
 
 class RowPath(NamedTuple):

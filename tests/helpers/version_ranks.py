@@ -11,6 +11,7 @@ import torch
 
 from megarl.types import PolicyOutputs, Row, RowBatch
 from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, UpdateRequest
+from megarl.types.rows import lags_of
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -70,7 +71,6 @@ def compare_versions(context: RankContext, case: VersionCase) -> list[Seen]:
     for number, step in enumerate(case.steps):
         if step.request is not None:
             before = [p.detach().clone() for p in parameters]
-            lags = {int(lag) for row in step.rows for lag in row.quantities["lag"][row.loss_mask]} - {0}
             worker.forward(
                 step.rows,
                 mine,
@@ -79,7 +79,7 @@ def compare_versions(context: RankContext, case: VersionCase) -> list[Seen]:
                     temperature=step.request.temperature,
                     step=step.request.step,
                     keeps=0,
-                    lags=tuple(sorted(lags)),
+                    lags=lags_of(step.rows),
                 ),
             )
             assert all(map(torch.equal, before, parameters))
