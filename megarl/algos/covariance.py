@@ -9,7 +9,7 @@ from megarl.algos.masked import masked_sum
 from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.config.algo import PolicyLossConfig
 from megarl.config.torch_later import Tensor, torch
-from megarl.seeds import sample_seed
+from megarl.types.seeds import sample_seed
 
 # Name of the quantity that is 1 on the chosen tokens and 0 elsewhere.
 CHOSEN = "chosen_by_covariance"

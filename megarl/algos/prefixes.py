@@ -11,7 +11,7 @@ from typing import TypeAlias
 from megarl.config.algo import DemonstrationConfig
 from megarl.errors import ConfigError
 from megarl.registry import FunctionRegistry, require_fields
-from megarl.seeds import uniform
+from megarl.types.seeds import uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS, sequence_rewards
 from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
 from megarl.config.torch_later import Tensor, torch
-from megarl.seeds import uniform
 from megarl.types import ScoredBatch
+from megarl.types.seeds import uniform
 
 # Makes this random choice independent of others with the same seed.
 _MASK_SALT = "reward mask"

@@ -13,7 +13,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
 from megarl.cluster.remotes import Process, Remote, Stream
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec, sendable
 from megarl.errors import EngineDiedError
 from megarl.host import loop
@@ -21,6 +20,7 @@ from megarl.host.child_environment import limit_environment
 from megarl.host.clock import awake_s
 from megarl.record import activity
 from megarl.rollout.conversations import Conversation, WorkerLostError
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 
 # A worker whose event loop does not turn for this long counts as hung: an environment blocks it.
 SILENCE_S = 30.0

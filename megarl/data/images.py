@@ -19,7 +19,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.reading import reason_of
 from megarl.types import Message, RowImage
 from megarl.types.turns import IMAGE_MARK
-from megarl.vision.reader import ImageReader, open_image
+from megarl.vision.reader import ImageReader, data_url, open_image
 from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
 
@@ -88,6 +88,10 @@ class DataImages:
             self._size(value)
             return value
         return self.add(_bytes_of(value, "an image of a reply", None), "an image of a reply")
+
+    def url_of(self, digest: object) -> str:
+        """Return an image that is kept as a data URL."""
+        return data_url(self.reader.store.read(str(digest)))
 
     def _size(self, digest: str) -> tuple[int, int]:
         """Return the width and the height of an image, which another process may have kept."""

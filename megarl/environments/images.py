@@ -9,7 +9,6 @@ import numpy as np
 from megarl.data.images import DataImages
 from megarl.types import Message, RowImage
 from megarl.types.turns import IMAGE_MARK
-from megarl.vision.reader import data_url
 
 # Tokens that the policy reads, what they show, and where in them the texts are that it learns to predict.
 Read: TypeAlias = tuple[tuple[int, ...], tuple[RowImage, ...], tuple[tuple[int, int], ...]]
@@ -30,8 +29,7 @@ class ReplyImages:
         """Return a message of the data with data URLs in the place of digests, as agents send them."""
         if self.data is None or not message.images:
             return message
-        store = self.data.reader.store
-        return replace(message, images=tuple(data_url(store.read(str(each))) for each in message.images))
+        return replace(message, images=tuple(map(self.data.url_of, message.images)))
 
     def kept(self, message: Message) -> Message:
         """Return a message with the digests of its images, which are kept. Raises ValueError or DataError if it

@@ -17,13 +17,13 @@ from megarl.data.images import DataImages
 from megarl.data.turns import InterTurnTokens
 from megarl.environments.base import Action, Environment, Reply, SideRequest, open_environments, short
 from megarl.environments.calls import THREADS, LateError, attempt, causes_of, describe, is_exhaustion, late_calls
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.environments.images import Read, ReplyImages
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
 from megarl.host.unicode import readable
 from megarl.host.user_code import place_of
 from megarl.types import ChatPart, Message
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

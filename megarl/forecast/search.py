@@ -19,8 +19,7 @@ from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
 from megarl.plan.recompute import fitting_ways
 from megarl.plan.run_plan import DevicePlan, EnginePlan
-from megarl.plan.sizes import needs_of, plan_engine, plan_shards
-from megarl.types import TokenQuantity
+from megarl.plan.sizes import Needs, needs_of, plan_engine, plan_shards
 
 # The settings that decide how many chunks a stage has, and of which layers; how many are tried, and by which share they
 # have to be faster.
@@ -95,7 +94,7 @@ def find_layouts(search: LayoutSearch, *, most: int) -> list[LayoutChoice]:
 
 
 def _fitting(
-    search: LayoutSearch, place: _Place, layout: LayoutConfig, needed: frozenset[TokenQuantity], trainers: list[int]
+    search: LayoutSearch, place: _Place, layout: LayoutConfig, needed: Needs, trainers: list[int]
 ) -> list[LayoutChoice]:
     """Return the choices that fit with this layout, with each way to recompute that may be the cheapest.
 
@@ -244,7 +243,7 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
 
 
 def _with_engines(
-    search: LayoutSearch, config: Config, place: _Place, needed: frozenset[TokenQuantity], trainers: list[int]
+    search: LayoutSearch, config: Config, place: _Place, needed: Needs, trainers: list[int]
 ) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
     if not search.obeys(replace(config, rollout=search.base.rollout)):

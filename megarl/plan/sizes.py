@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster.object_store import object_store
@@ -38,6 +39,9 @@ from megarl.weights.dims import Experts
 from megarl.weights.families import Dims, ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
 
+# The quantities of a token that are computed before updates.
+Needs: TypeAlias = frozenset[TokenQuantity]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRun:
@@ -59,7 +63,7 @@ class SizedRun:
         return self.specs[Role.ACTOR]
 
 
-def needs_of(config: Config) -> tuple[frozenset[TokenQuantity], tuple[RoleSpec, ...]]:
+def needs_of(config: Config) -> tuple[Needs, tuple[RoleSpec, ...]]:
     """Return what the algorithm of a run requires before updates, and the run's models."""
     required = algorithm_of(config).requires()
     return required, roles_of(config, required)

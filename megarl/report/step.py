@@ -9,8 +9,10 @@ a token of which the policy is sure pulls at nothing.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.batch_statistics import optimizer_batches
@@ -27,7 +29,8 @@ from megarl.record.timeline import STEP_LANE, TRAINER_LANE, WAITING, covered_s
 from megarl.report.learning_curve import samples_per_step
 from megarl.report.run import Run
 from megarl.report.timeline import StepWindow, window_of
-from megarl.types import FloatArray
+
+Numbers: TypeAlias = npt.NDArray[np.float32]
 
 # How many groups and tokens are named, and phases of the trainer.
 NUM_NAMED, NUM_PHASES = 8, 4
@@ -85,7 +88,7 @@ class StepExplanation:
 
     step: int
     rows: tuple[str, ...]
-    signals: tuple[FloatArray, ...]
+    signals: tuple[Numbers, ...]
     groups: tuple[TaughtGroup, ...]
     tokens: tuple[TaughtToken, ...]
     fates: Mapping[str, float]
@@ -98,14 +101,14 @@ class StepExplanation:
 class _Tokens:
     """Arrays [B, T] of recorded rows; 0 outside their responses, where fates, numbers of `FATES`, are −1."""
 
-    advantages: FloatArray
-    weights: FloatArray
-    signals: FloatArray
-    probs: FloatArray
+    advantages: Numbers
+    weights: Numbers
+    signals: Numbers
+    probs: Numbers
     fates: "np.typing.NDArray[np.int64]"
 
     @property
-    def pulls(self) -> FloatArray:
+    def pulls(self) -> Numbers:
         return np.abs(self.signals) * (1 - self.probs)
 
 

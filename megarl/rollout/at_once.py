@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.environments.episodes import EpisodeReply
 from megarl.rollout.conversations import CUTS, episode_of, reading, untrained, with_facts
 from megarl.types import Sample, environment_segment
 from megarl.types.arrays import ExpertArray, with_unrouted
+from megarl.types.episodes import EpisodeReply
 from megarl.types.forks import Fork, path_before, path_to
 from megarl.types.turns import Tries
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.turns import segment_turns
 from megarl.types import (
@@ -28,6 +27,7 @@ from megarl.types import (
     prompt_segment,
 )
 from megarl.types.arrays import with_unrouted
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.types.forks import Fork, longest_known, num_common, path_before, path_to
 from megarl.types.images import first_other, shifted, told_apart
 from megarl.types.turns import Tries

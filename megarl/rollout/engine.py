@@ -23,7 +23,6 @@ from megarl.rollout.images import EnginePrompt, ImagePrompts, salted, text_promp
 from megarl.rollout.nucleus import head_of, nucleus_of
 from megarl.rollout.prepare import prepare_vllm
 from megarl.rollout.stepping import EngineLoad, EngineWork, Stepper
-from megarl.seeds import span_seed
 from megarl.types import (
     ExpertArray,
     FinishReason,
@@ -36,6 +35,7 @@ from megarl.types import (
     token_versions,
 )
 from megarl.types.images import RowImage
+from megarl.types.seeds import span_seed
 from megarl.weights.adapters import peft_config
 from megarl.weights.families import read_model_spec
 

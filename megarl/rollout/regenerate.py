@@ -14,10 +14,10 @@ from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.replay import ReplaySource, read_record, record_path
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan
 from megarl.rollout.vllm_source import Engines
-from megarl.seeds import try_seed
 from megarl.types import Sample, Segment, SegmentSource
 from megarl.types.forks import path_before
 from megarl.types.images import RowImage, images_on
+from megarl.types.seeds import try_seed
 from megarl.types.turns import try_of
 
 

@@ -11,7 +11,6 @@ from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.host.signals import last_stop_signal
-from megarl.rollout.prefixes import Prefix
 from megarl.types import Prompt, RolloutBatch, Sample
 
 if TYPE_CHECKING:
@@ -32,6 +31,14 @@ class SamplingStopped(Exception):  # noqa: N818 - a signal asked for it
 def generating() -> str:
     """Describe a wait for samples of which nothing more is known."""
     return "generating"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The given first tokens of a response. If `is_complete`, they are the whole response, and nothing is generated."""
+
+    token_ids: tuple[int, ...] = ()
+    is_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from megarl.config.environments import EnvironmentConfig
-from megarl.environments.episodes import EpisodeReply
 from megarl.host import loop
 from megarl.rollout.at_once import written_at_once
 from megarl.rollout.conversations import (
@@ -34,12 +33,13 @@ from megarl.rollout.conversations import (
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Group, SamplingPlan
 from megarl.rollout.turns import GIVEN
-from megarl.seeds import sample_seed, try_seed
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 from megarl.types.arrays import with_unrouted
+from megarl.types.episodes import EpisodeReply
 from megarl.types.forks import path_before, path_to
 from megarl.types.images import images_on
 from megarl.types.sample_times import SAMPLE_TIMES
+from megarl.types.seeds import sample_seed, try_seed
 
 
 class Engines(Protocol):

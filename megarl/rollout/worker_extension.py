@@ -27,10 +27,10 @@ from megarl.host.device.gloo import close_gloo
 from megarl.rollout.cpu_patches import repack_cpu_weights
 from megarl.rollout.engine import ADAPTERS_ID, NUM_BEFORE, SEED
 from megarl.rollout.prepare import lend_torchvision
-from megarl.seeds import span_seed
 from megarl.sync.transport.ends import BridgeReceiver
 from megarl.sync.transport.routed import RoutedReceiver
 from megarl.sync.transport.transports import ProcessPlan
+from megarl.types.seeds import span_seed
 from megarl.weights.adapter_files import PREFIX
 from megarl.weights.families import read_model_spec
 from megarl.weights.slices import checksum

@@ -154,12 +154,12 @@ def write_gradient(
     from megarl.record.metrics import Timers
     from megarl.run.session_inputs import open_session_inputs
     from megarl.run.session_parts import open_parts
-    from megarl.seeds import batch_seed
     from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
     from megarl.train.passes import RoleUpdater
     from megarl.train.rows import training_rows
     from megarl.types import FinishReason, scored_batch
     from megarl.types.messages import Role
+    from megarl.types.seeds import batch_seed
     from megarl.weights.safetensors_map import create_model_files, weight_specs
 
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,6 @@ from megarl.record.episodes import episode_metrics
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import tally_metrics
 from megarl.rewards.manager import Judging, RewardManager
-from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, write_record
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import (
@@ -42,6 +41,7 @@ from megarl.rollout.source import (
 )
 from megarl.train.groups import JudgedGroup, all_heard, filter_groups, judge_groups, refill_count
 from megarl.train.outcome import StepOutcome, judged_in_words
+from megarl.train.prefixes import plan_prefixes
 from megarl.train.prompt_queue import PromptQueue
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.judged import Trouble

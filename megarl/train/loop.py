@@ -24,7 +24,6 @@ from megarl.record.performance import PerformanceMeter, StepProfiler, token_time
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics
 from megarl.rollout.source import SamplingStopped
-from megarl.seeds import batch_seed
 from megarl.train.canary import Canary
 from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_role
@@ -39,6 +38,7 @@ from megarl.train.validate import Validator
 from megarl.train.watch import tells_something
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
 from megarl.types.messages import LoadRequest, Role
+from megarl.types.seeds import batch_seed
 
 
 def _with_outputs(rows: Sequence[Row], computed: Sequence[Row], learned: BatchUpdate | None) -> list[Row]:

@@ -13,9 +13,9 @@ from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
-from megarl.rollout.prefixes import demonstration_quantities
 from megarl.rollout.turns import turn_quantities
 from megarl.train.collect import Collected
+from megarl.train.prefixes import demonstration_quantities
 from megarl.types import FinishReason, Prompt, Reward, Row, SegmentSource, row_from_sample, scored_batch
 from megarl.types.rows import LAG, OBSERVED
 from megarl.weights.families import Dims

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from megarl.algos.prefixes import keeps_demonstration, prefix_ratios
 from megarl.config.algo import DemonstrationConfig
 from megarl.data.stop_tokens import StopTokens
-from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.source import Group, RolloutSource
-from megarl.seeds import sample_seed
+from megarl.train.prefixes import plan_prefixes
 from megarl.train.served_teacher import TeacherWriter
 from megarl.types import Prompt, Sample
+from megarl.types.seeds import sample_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation
@@ -18,6 +17,7 @@ from megarl.rollout.regenerate import spans_of
 from megarl.rollout.source import Doing, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import Prompt, Sample
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from tests.e2e.engines import running
 from tests.helpers.loops import begin_groups, turns
 from tests.helpers.rank_pool import RankContext

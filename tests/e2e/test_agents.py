@@ -18,10 +18,10 @@ from megarl.environments.worker import WorkerSpec
 from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.replay import read_record, record_path
 from megarl.rollout.source import SamplingPlan
-from megarl.seeds import try_seed
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample
 from megarl.types.forks import path_before
 from megarl.types.rows import paths_of
+from megarl.types.seeds import try_seed
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.e2e.agent_run import Outcome, converse
 from tests.e2e.support import small_config

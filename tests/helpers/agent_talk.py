@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.types import Message, Prompt
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()

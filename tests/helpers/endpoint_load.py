@@ -22,9 +22,9 @@ import uvloop
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS
-from megarl.environments.episodes import StartRequest, TurnRequest
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.types import Prompt
+from megarl.types.episodes import StartRequest, TurnRequest
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 PATHS = {"chat": "chat/completions", "messages": "messages", "responses": "responses", "responses by id": "responses"}

@@ -31,7 +31,6 @@ ALGOS_MAY_IMPORT = (
     "megarl.config",
     "megarl.errors",
     "megarl.registry",
-    "megarl.seeds",
     "megarl.types",
 )
 # Only here is the device asked for; the shim is what lets Megatron's CUDA calls run on the CPU platform.
@@ -49,7 +48,7 @@ FLOORS = (
     ("algos", "weights", "vision"),
     ("types",),
     ("config", "doctor"),
-    ("registry", "seeds", "host"),
+    ("registry", "host"),
     ("errors",),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
@@ -147,7 +146,6 @@ MOST_LINES = {
     # Starts look at their machine, and resumes at their settings, before libraries load.
     # 350 for megarl bisect, explain-step and addresses that are tried before models load; 200 for compare-gradients.
     "run": 3460,
-    "seeds": 550,
     "sync": 3580,
     # 270 for the canary after syncs.
     "train": 5470,

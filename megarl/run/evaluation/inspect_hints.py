@@ -29,10 +29,10 @@ from megarl.report.hint_page import HintedAnswer, HintedExample, HintReport, Tab
 from megarl.rewards.build import open_rewards
 from megarl.rewards.routes import without_training
 from megarl.run.evaluation.hint_signal import hint_inputs, mutual_information
-from megarl.seeds import batch_seed
 from megarl.train.hinted import open_hints
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, VersionSpan, prompt_segment
 from megarl.types.rows import row_from_sample
+from megarl.types.seeds import batch_seed
 from megarl.weights.families import read_hf_config
 from megarl.weights.hub import local_model
 

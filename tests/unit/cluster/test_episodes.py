@@ -20,12 +20,12 @@ from megarl.cluster.episodes import COLLECTED_EVERY, SILENCE_S, EnvironmentWorke
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply
 from megarl.environments import worker as environments_worker
-from megarl.environments.episodes import EpisodeReply, StartRequest, TurnRequest
 from megarl.environments.worker import WorkerSpec
 from megarl.errors import ConfigError, WorkerError
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation, WorkerLostError
 from megarl.types import Message, Prompt
+from megarl.types.episodes import EpisodeReply, StartRequest, TurnRequest
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.remote_processes import attend_until
 

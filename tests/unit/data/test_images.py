@@ -26,8 +26,7 @@ from megarl.data.preferences import ResponsePairDataset, mismatched_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.records import parse_prompt, prompt_columns
 from megarl.errors import DataError
-from megarl.rollout.prefixes import Prefix
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import Prefix, SamplingPlan
 from megarl.rollout.vllm_source import _begin
 from megarl.types import Message, row_from_sample
 from megarl.vision.reader import ImageInputs, ImageReader

@@ -14,10 +14,10 @@ import pytest
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.data.images import DataImages
 from megarl.environments import Action, Environment, Reply
-from megarl.environments.episodes import EpisodeReply, StartRequest, TurnRequest
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.rollout.conversations import reading
 from megarl.types import Episode, FinishReason, Message, Prompt, RowImage, Sample, SegmentSource, prompt_segment
+from megarl.types.episodes import EpisodeReply, StartRequest, TurnRequest
 from tests.helpers.agent_talk import converse
 from tests.unit.data import test_images as rows
 

@@ -21,10 +21,10 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments import Action, Environment, Reply, open_environments
 from megarl.environments import worker as workers
 from megarl.environments.base import load_object
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()

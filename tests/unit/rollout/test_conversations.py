@@ -9,15 +9,12 @@ import pytest
 
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import Sampling
-from megarl.environments.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation, WorkerLostError, episode_of
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.prefixes import Prefix
-from megarl.rollout.source import Group, SamplingPlan
+from megarl.rollout.source import Group, Prefix, SamplingPlan
 from megarl.rollout.turns import turn_quantities
 from megarl.rollout.vllm_source import VllmSource
-from megarl.seeds import try_seed
 from megarl.types import (
     ChatPart,
     FinishReason,
@@ -28,8 +25,10 @@ from megarl.types import (
     row_from_sample,
     version_spans,
 )
+from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.types.forks import Fork
 from megarl.types.rows import paths_of
+from megarl.types.seeds import try_seed
 from megarl.types.turns import Tries
 from tests.helpers.loops import begin_groups, turns
 

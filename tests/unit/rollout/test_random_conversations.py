@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.environments.episodes import EpisodeReply
 from megarl.host import loop
 from megarl.rollout.conversations import Conversation, episode_of
 from megarl.types import FinishReason, Sample, SegmentSource, row_from_sample
+from megarl.types.episodes import EpisodeReply
 from megarl.types.forks import path_to, require_forks
 from megarl.types.rows import paths_of
 from tests.helpers.loops import turns

@@ -10,7 +10,6 @@ from megarl.errors import DataError
 from megarl.rollout.engine import Completion
 from megarl.rollout.regenerate import spans_of
 from megarl.rollout.source import SamplingPlan
-from megarl.seeds import try_seed
 from megarl.types import (
     Episode,
     FinishReason,
@@ -22,6 +21,7 @@ from megarl.types import (
     version_spans,
 )
 from megarl.types.forks import Fork
+from megarl.types.seeds import try_seed
 from megarl.types.turns import Tries
 from tests.helpers.segments import demonstration_segment
 

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from megarl.seeds import sample_seed
+from megarl.types.seeds import sample_seed
 
 
 def test_seed_is_half_of_the_blake2b_hash_of_the_key() -> None:

@@ -14,11 +14,11 @@ from megarl.config.generation import Sampling
 from megarl.errors import NonFiniteError
 from megarl.host import loop
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.prefixes import Prefix, demonstration_quantities
-from megarl.rollout.source import Doing, SamplingPlan, collect
+from megarl.rollout.source import Doing, Prefix, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
-from megarl.seeds import sample_seed
+from megarl.train.prefixes import demonstration_quantities
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource, version_spans
+from megarl.types.seeds import sample_seed
 from tests.helpers.loops import answered, begin_groups
 
 PLAN = SamplingPlan(

@@ -12,8 +12,7 @@ from megarl.config.teacher import TeacherConfig
 from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError
 from megarl.host import loop
-from megarl.rollout.prefixes import Prefix
-from megarl.rollout.source import Group, SamplingPlan
+from megarl.rollout.source import Group, Prefix, SamplingPlan
 from megarl.train.served_teacher import TeacherWriter
 from megarl.train.taught_source import TaughtSource
 from megarl.types import FinishReason, Prompt, Sample, prompt_segment

@@ -9,8 +9,8 @@ from megarl.algos.prefixes import prefix_ratios
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.generation import Sampling
 from megarl.errors import ConfigError
-from megarl.rollout.prefixes import Prefix, demonstration_quantities, plan_prefixes
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import Prefix, SamplingPlan
+from megarl.train.prefixes import demonstration_quantities, plan_prefixes
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment, version_spans
 
 EOS = 2

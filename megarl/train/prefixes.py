@@ -1,21 +1,13 @@
 """Choose the demonstration tokens that each sample of a step starts with, and mark them in its row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.algos.prefixes import DEMONSTRATION, TARGET_PROBS, keeps_demonstration, prefix_length, prefix_ratios
 from megarl.config.algo import DemonstrationConfig
+from megarl.rollout.source import Prefix
 from megarl.types import FloatArray, Prompt, Sample, SegmentSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """The given first tokens of a response. If `is_complete`, they are the whole response, and nothing is generated."""
-
-    token_ids: tuple[int, ...] = ()
-    is_complete: bool = False
 
 
 def plan_prefixes(

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.types import ChatPart, Prompt, RowImage
+from megarl.types.images import RowImage
+from megarl.types.samples import ChatPart, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
