@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,15 @@ from tests.helpers.agent_talk import Talk, converse
 
 LOCAL = ["process", "bubblewrap"]
 VARIABLES = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bubblewrap() -> None:
+    """Debian's, which is installed where it is missing, as Slurm is for its tests."""
+    if shutil.which("bwrap") is None:
+        for words in (["update"], ["install", "-y", "--no-install-recommends", "bubblewrap"]):
+            environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            subprocess.run(["apt-get", "-qq", *words], check=True, env=environment, timeout=300)
 
 
 def within(
