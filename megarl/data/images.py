@@ -5,9 +5,11 @@ import binascii
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from megarl.data.written import read_structure
 from megarl.errors import ConfigError, DataError
 from megarl.host.reading import reason_of
 from megarl.types import Message, RowImage
+from megarl.types.images import shifted
 from megarl.types.turns import IMAGE_MARK
 from megarl.vision.reader import ImageReader, data_url, open_image
 from megarl.vision.store import ImageStore
@@ -61,6 +64,22 @@ class DataImages:
             return None
         import_torchvision()
         return cls(ImageReader(Path(model), ImageStore(Path(directory))), form)
+
+    @classmethod
+    def unexpanded(cls, model: str, form: DataConfig) -> "DataImages":
+        """Return images for checks that need no tokens."""
+        return cls(ImageReader(Path(model), ImageStore(Path())), form)
+
+    @contextmanager
+    def kept_apart(self) -> Iterator[None]:
+        """Within this context, keep the images that are read in a directory of their own."""
+        before = self.reader.store, self.keeps
+        with TemporaryDirectory(prefix="megarl-images-") as folder:
+            self.reader.store, self.keeps = ImageStore(Path(folder)), True
+            try:
+                yield
+            finally:
+                self.reader.store, self.keeps = before
 
     def of_row(self, files: RowFiles, index: int, row: Mapping[str, object]) -> "RowsImages":
         """Return the images of a row."""
@@ -119,6 +138,7 @@ class DataImages:
                 "template that it was published with"
             )
         ids, origins, images, left = list[int](), list[int](), list[RowImage](), iter(digests)
+        borders = list[int]()
         for i, token in enumerate(token_ids):
             written: Sequence[int] = (token,)
             origin = i
@@ -132,8 +152,19 @@ class DataImages:
                 written, places = found.token_ids, len(ids) + np.flatnonzero(found.is_feature)
                 images.append(RowImage(places=places.astype(np.int32), digest=digest, grid=found.grid))
                 origin = -1
+                borders += [len(ids), len(ids) + len(written)]
             ids += written
             origins += [origin] * len(written)
+        special = {*processor.tokenizer.all_special_ids}
+        for border in reversed(borders):
+            pair = ids[border - 1 : border + 1] if border else []
+            # One token may stand for the line feeds that end here and those that begin.
+            if not special.isdisjoint(pair) or not (text := processor.tokenizer.decode(pair)).isspace():
+                continue
+            joined = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids[border - 1 : border + 1], origins[border - 1 : border + 1] = joined, [-1] * len(joined)
+            first = sum(each.places[0] < border for each in images)
+            images[first:] = shifted(images[first:], len(joined) - 2)
         return Expanded(token_ids=ids, origins=origins, images=tuple(images))
 
 

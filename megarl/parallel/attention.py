@@ -94,7 +94,7 @@ class PackedAttention(torch.nn.Module):
                 x.index_select(0, places.flatten()).view(*places.shape, *x.shape[1:]).transpose(1, 2)
                 for x, places in ((query, call.queries), (key, call.keys), (value, call.keys))
             )
-            seen = seen_keys(call, self.options.window)
+            seen = seen_keys(call, self.options.window, whole_images=self.options.whole_images)
             if self.softmax_offset is not None:
                 out = attend_with_sinks(q, k, v, self.softmax_offset, seen, self.softmax_scale)
             elif (cap := self.options.score_cap) is not None:
@@ -141,14 +141,20 @@ def capped_attention(
     return torch.cat(outputs, 3).flatten(1, 2)
 
 
-def seen_keys(call: AttentionCall, window: int | None) -> torch.Tensor | None:
-    """Return which keys [n, m] each query of a call sees within a window; None: query i sees keys 0 to i."""
-    num_keys = call.keys.shape[1]
-    if window is None or window >= num_keys:
+def seen_keys(call: AttentionCall, window: int | None, *, whole_images: bool = False) -> torch.Tensor | None:
+    """Return which keys [n, m] each query of a call sees within a window; None: query i sees keys 0 to i.
+
+    whole_images: queries see all keys of their image as well, which depends on the row: [S, 1, n, m].
+    """
+    num_keys, within = call.keys.shape[1], call.within if whole_images else None
+    is_local = window is not None and window < num_keys
+    if within is None and not is_local:
         return call.seen
     seen = call.seen
     if seen is None:
         seen = torch.ones(num_keys, num_keys, dtype=torch.bool, device=call.keys.device).tril()
     # Without a window, a query sees one key more than its position in the row.
-    first = seen.sum(-1, keepdim=True) - window
-    return seen & (torch.arange(num_keys, device=seen.device) >= first)
+    first = seen.sum(-1, keepdim=True) - (window or 0)
+    if within is not None:
+        seen = (seen | within)[:, None]
+    return seen & (torch.arange(num_keys, device=seen.device) >= first) if is_local else seen

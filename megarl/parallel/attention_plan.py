@@ -19,12 +19,13 @@ class AttentionCall:
     keys: [S, m] each row's tokens among those of the ranks of the context-parallel group, end to end. queries: [S, n]
     those of the tokens whose outputs are computed, among this rank's T: the last n, or those of this rank. Shorter rows
     repeat their last token at the end, which no token before it sees. seen: [n, m] which keys each query sees; None:
-    query i sees keys 0 to i.
+    query i sees keys 0 to i. within: [S, n, m] those of its image, which it sees besides; None: there are none.
     """
 
     queries: torch.Tensor
     keys: torch.Tensor
     seen: torch.Tensor | None
+    within: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,11 @@ def plan_attention(
     *,
     cp: int = 1,
     cp_rank: int = 0,
+    images: npt.NDArray[np.int64] | None = None,
 ) -> AttentionPlan:
     """Plan the attention of the sequences of a pack, given as indices into it, whose own parts have these lengths.
+
+    images: of each token of the pack, the number of the image that it shows and sees whole; 0: none.
 
     Where a row's own part is the longer one, the outputs of all its tokens are computed, by the scores of a triangle;
     else those of its own part. Sequences whose lengths, and whose first queries, differ by less than `_LENGTH_STEP`
@@ -108,11 +112,16 @@ def plan_attention(
         own = zigzag_indices([width], cp, cp_rank) if cp > 1 else np.arange(start, width)
         queries = place_of_query[tokens[:, own]]
         seen = own[:, None] >= np.arange(width) if cp > 1 or start else None
+        within = None
+        if images is not None and images[tokens].any():
+            shown = np.where(columns == np.arange(width), images[tokens], 0)
+            within = tensor((shown[:, own, None] == shown[:, None]) & (shown[:, own, None] > 0))
         calls.append(
             AttentionCall(
                 queries=tensor(queries),
                 keys=tensor(place_of_key[tokens]),
                 seen=None if seen is None else tensor(seen),
+                within=within,
             )
         )
         for row, found in zip(rows, queries, strict=True):

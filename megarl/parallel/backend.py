@@ -83,9 +83,10 @@ def packs_attention(options: "AttentionOptions", *, cp: int) -> bool:
     """Return whether a layer's attention is megarl's `PackedAttention`.
 
     That is so without Transformer Engine, and for options that it lacks: windows under context parallelism, capped
-    scores, and sinks, which only its kernels of newer cuDNN have.
+    scores, images that are seen whole, and sinks, which only its kernels of newer cuDNN have.
     """
     lacks = options.sinks or options.score_cap is not None or (cp > 1 and options.window is not None)
+    lacks |= options.whole_images
     return lacks or not BACKENDS[platform().name].uses_transformer_engine
 
 
@@ -106,6 +107,7 @@ def flex_obstacle(spec: "ModelSpec") -> str | None:
         "attention through latents, whose keys and values differ in width": spec.dims.latent is not None,
         "capped scores, with which its kernels failed on a GPU": spec.score_cap is not None,
         "heads of fewer than 16 dimensions": spec.dims.head_dim < 16,
+        "images whose tokens attend to later ones": spec.sees_whole_images,
     }
     return next((what for what, found in obstacles.items() if found), None)
 

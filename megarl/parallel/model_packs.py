@@ -21,6 +21,7 @@ def pack_for(models: Sequence[PackedModel], rows: Sequence[Row]) -> Pack:
         plans_blocks=any(each.plans_blocks for each in models),
         replay_routing=models[0].replays_routing,
         has_mrope=any(each.mrope is not None for each in models),
+        sees_whole_images=any(each.spec.sees_whole_images for each in models),
     )
 
 

@@ -153,6 +153,7 @@ def pack_rows(
     plans_blocks: bool = False,
     replay_routing: bool = False,
     has_mrope: bool = False,
+    sees_whole_images: bool = False,
 ) -> Pack:
     """Pack rows into one sequence for the model.
 
@@ -162,7 +163,7 @@ def pack_rows(
     shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
     layers with Transformer Engine's attention, if rows share prefixes. plans_blocks: for layers whose attention is
     `PathAttention`. replay_routing: route tokens to the experts that their rows recorded, if any. has_mrope: positions
-    have three axes.
+    have three axes. sees_whole_images: tokens of an image attend to all of it.
     """
     paths = paths_of(rows)
     placed = _arrange(alone := [path.row for path in paths], alignment, shares_prefixes)
@@ -192,7 +193,14 @@ def pack_rows(
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         counted=tensor(counted),
         shares_prefixes=shares_prefixes,
-        attention=plan_attention(*own_parts, cp=alignment.cp, cp_rank=alignment.cp_rank) if plans_attention else None,
+        attention=plan_attention(
+            *own_parts,
+            cp=alignment.cp,
+            cp_rank=alignment.cp_rank,
+            images=_image_numbers(packed, placed) if sees_whole_images else None,
+        )
+        if plans_attention
+        else None,
         gathered=gather_keys(*own_parts) if shares_prefixes and gathers_keys else None,
         blocks=plan_blocks(*own_parts) if plans_blocks else None,
         routed_experts=None if experts is None else tensor(experts[local]),
@@ -221,6 +229,16 @@ def _rope(rows: Sequence[Row], placed: "_Arrangement") -> npt.NDArray[np.int64]:
     for sequence, images in zip(placed.sequences, [*(row.images for row in rows), *rest], strict=True):
         positions[:, sequence] = rope_positions(len(sequence), images)
     return positions
+
+
+def _image_numbers(rows: Sequence[Row], placed: "_Arrangement") -> npt.NDArray[np.int64]:
+    """Return of each token of a pack the number of the image that it shows, from 1 on; 0: it shows none."""
+    numbers = np.zeros(placed.offsets[-1], np.int64)
+    for row, sequence in zip(rows, placed.sequences, strict=False):
+        for image in row.images:
+            # Rows that share an image agree about its first token.
+            numbers[sequence[image.places]] = sequence[image.places[0]] + 1
+    return numbers
 
 
 def _images(

@@ -7,7 +7,7 @@ such ids.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from megarl.vision.torchvision_part import import_torchvision
 from megarl.weights.safetensors_headers import model_files
 from megarl.weights.safetensors_map import map_model
 from megarl.weights.towers import MRope, Tower
+
+# Pixels that a tower reads at once: some compare each patch with those of all images there.
+_BATCH_BYTES = 4 << 20
 
 
 class VisionTower(torch.nn.Module):
@@ -64,7 +67,7 @@ class VisionTower(torch.nn.Module):
 
         Raises DataError, which names the row, for an image that this process reads otherwise than who made the row.
         """
-        found = []
+        given = list[Mapping[str, torch.Tensor]]()
         for image in images:
             read = self.reader.read(image.digest)
             if (sum(read.is_feature), read.grid) != (image.num_features, image.grid):
@@ -73,13 +76,30 @@ class VisionTower(torch.nn.Module):
                     f"{read.grid}, expected {image.num_features}, {image.grid}; have the same files of the model and "
                     "the same transformers on all hosts"
                 )
-            given = read.tensors
-            inputs = {name: each.to(image.tokens.device) for name, each in given.items() if name in self.input_names}
+            given.append({name: each for name, each in read.tensors.items() if name in self.input_names})
+        found = []
+        for start, end in _batches(given):
+            batch, device = images[start:end], images[start].tokens.device
+            inputs = {name: torch.cat([each[name] for each in given[start:end]]).to(device) for name in given[start]}
             answer = self.model.get_image_features(**inputs, return_dict=True)
             kinds = (answer.pooler_output, *(getattr(answer, "deepstack_features", None) or ()))
-            # There is one tensor for the image, or for each of its parts.
-            found.append([torch.cat([*each]).flatten(0, -2)[image.features] for each in kinds])
+            # There is one tensor for each image, or for each part of one.
+            split = (torch.cat([*each]).flatten(0, -2).split([each.num_features for each in batch]) for each in kinds)
+            found += [[part[image.features] for part in parts] for image, *parts in zip(batch, *split, strict=True)]
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _batches(given: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of images that follow each other and are read together: small ones, of one form."""
+    start, size = 0, 0
+    for i, each in enumerate(given):
+        own = sum(tensor.nbytes for tensor in each.values())
+        alike = all(tensor.shape[1:] == given[start][name].shape[1:] for name, tensor in each.items())
+        if i > start and (not alike or size + own > _BATCH_BYTES):
+            yield start, i
+            start, size = i, 0
+        size += own
+    yield start, len(given)
 
 
 class _ReadFeatures(torch.autograd.Function):

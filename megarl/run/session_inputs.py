@@ -27,7 +27,7 @@ from megarl.environments import tools_of
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.source import SamplingPlan
 from megarl.train.inputs import check_role_models
-from megarl.train.models import open_model
+from megarl.train.models import check_image_engines, open_model
 from megarl.train.passes import CountedObjective
 from megarl.train.rehearsal import rehearse
 from megarl.types import (
@@ -180,6 +180,8 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
     check_loop(config)
     config = with_local_models(config)
     spec = open_model(config, for_sft=not with_engines)
+    if with_engines:
+        check_image_engines(config)
     if (images := DataImages.of(config.model.path, config.data, config.image_store)) is not None:
         images.keeps = True
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)

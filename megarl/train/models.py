@@ -3,6 +3,7 @@
 from megarl.config.check_model import check_model
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.host.device.platform import platform
 from megarl.parallel.backend import flex_obstacle, packs_attention
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_headers import check_tensors
@@ -33,3 +34,16 @@ def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
 
         read_adapters(spec, config.actor.lora)
     return spec
+
+
+def check_image_engines(config: Config) -> None:
+    """Raise ConfigError for images that engines on this device would read otherwise than the trainer."""
+    if config.data.image_key is None or platform().name != "cpu":
+        return
+    family = read_model_spec(config.model.path).family
+    if family.sees_whole_images:
+        raise ConfigError(
+            f"data.image_key: got {config.data.image_key}, but tokens of an image attend to later ones in a model of "
+            f"the family {family.name}, and vLLM's attention on CPUs is causal; sample on GPUs, or train on "
+            "demonstrations, preferences or a teacher's log-probs, which needs no engine"
+        )

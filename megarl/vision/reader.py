@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
-from megarl.host.reading import reason_of
+from megarl.host.reading import MODEL_REMEDY, read_object, reason_of
 from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
 
@@ -124,6 +124,9 @@ class ImageReader:
         # Alone, an image processor knows not all of what the whole one does, such as Pixtral's sizes of patches.
         made = processor(text=[processor.image_token], images=[image], add_special_tokens=False, return_tensors="pt")
         (token_ids,) = made["input_ids"].tolist()
+        # A processor's own mark may stand for what it writes around them.
+        config = read_object(self._model / "config.json", remedy=MODEL_REMEDY, error=ConfigError)
+        feature_id = config.get("image_token_id", config.get("image_token_index"))
         names = processor.image_processor.model_input_names
         grid = None
         if "image_grid_thw" in made:
@@ -133,6 +136,6 @@ class ImageReader:
         return ImageInputs(
             tensors={name: torch.as_tensor(made[name]) for name in names if name in made},
             token_ids=tuple(token_ids),
-            is_feature=tuple(each == processor.image_token_id for each in token_ids),
+            is_feature=tuple(each == feature_id for each in token_ids),
             grid=grid,
         )

@@ -19,6 +19,7 @@ class AttentionOptions:
     local_rope: where layers have two kinds of rope, whether it is that of layers with windows; None: there is one.
     softmax_scale: the factor of scores where rope is local; None: that of the heads' width.
     wide_norms: whether queries have a norm over all heads together, and keys another.
+    whole_images: whether tokens that show an image attend to all of it.
     """
 
     window: int | None = None
@@ -27,6 +28,7 @@ class AttentionOptions:
     local_rope: bool | None = None
     softmax_scale: float | None = None
     wide_norms: bool = False
+    whole_images: bool = False
 
 
 def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

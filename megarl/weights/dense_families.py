@@ -182,14 +182,15 @@ for _family in (
     ),
 ):
     register_family(_family)
+_LLAVA_TOWER = {name: name for name in ("vision_tower.", "multi_modal_projector.")}
 register_multimodal(
     _GEMMA3,
     name="gemma3",
     architecture="Gemma3ForConditionalGeneration",
     prefix="language_model.model.",
-    vision={},
-    towers=("vision_tower.", "multi_modal_projector."),
-    no_images="tokens of an image see each other, in this model, and megarl's attention is causal",
+    # transformers leaves the second part of a name out.
+    vision={"vision_tower.vision_model.": "vision_tower.", **_LLAVA_TOWER},
+    sees_whole_images=True,
     defaults={
         "num_attention_heads": 8,
         "rms_norm_eps": 1e-6,
@@ -203,8 +204,18 @@ register_multimodal(
     architecture="Mistral3ForConditionalGeneration",
     prefix="language_model.model.",
     head=f"language_model.{OUTPUT_HEAD}",
-    vision={"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
+    vision=_LLAVA_TOWER,
 )
+for _text in ("qwen2", "qwen3"):
+    register_multimodal(
+        FAMILIES.get(_text),
+        name=f"internvl_{_text}",
+        architecture="InternVLForConditionalGeneration",
+        language=_text,
+        prefix="language_model.model.",
+        head=f"language_model.{OUTPUT_HEAD}",
+        vision=_LLAVA_TOWER,
+    )
 # As published; only transformers names its modules otherwise.
 register_multimodal(
     FAMILIES.get("qwen2"),

@@ -18,7 +18,7 @@ from megarl.weights.blocks import (
 from megarl.weights.multipliers import NO_MULTIPLIERS
 from megarl.weights.rules import Activation, Family
 from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, fused_experts
-from megarl.weights.tables import register_family
+from megarl.weights.tables import FAMILIES, register_family, register_multimodal
 
 # transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
 _LATENT_NORM_EPS = 1e-6
@@ -250,3 +250,10 @@ for _family in (
     ),
 ):
     register_family(_family)
+register_multimodal(
+    FAMILIES.get("glm4_moe"),
+    name="glm4v_moe",
+    architecture="Glm4vMoeForConditionalGeneration",
+    ignored_rope=("mrope_section",),
+    defaults={"attention_bias": True},
+)

@@ -85,6 +85,11 @@ class ModelSpec:
         return self.family.weights if self.tower is None else (*self.family.weights, *self.tower.trained)
 
     @property
+    def sees_whole_images(self) -> bool:
+        """Return whether the model reads images, and tokens of an image attend to each other, also to later ones."""
+        return self.tower is not None and self.family.sees_whole_images
+
+    @property
     def softmax_scale(self) -> float | None:
         """Return the factor of attention scores, or None where it is that of the heads' width.
 
@@ -173,6 +178,7 @@ class ModelSpec:
             local_rope=None if self.local_rope is None else self.local_rope.layers[layer],
             softmax_scale=self.score_scale,
             wide_norms=self.family.wide_qk_norm,
+            whole_images=self.sees_whole_images,
         )
 
     def is_copy(self, rule: WeightRule) -> bool:
@@ -203,11 +209,22 @@ class ModelSpec:
         }
 
 
-def find_family(architectures: object) -> Family:
-    """Return the family of a config's `architectures`. Raise ConfigError if none of them is known."""
+def find_family(architectures: object, language: object = None) -> Family:
+    """Return the family of a config's `architectures`. Raise ConfigError if none of them is known.
+
+    language: the `model_type` of its language model, if that is a section.
+    """
     names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
     families = FAMILIES.entries().values()
     found = [each for each in families if {*names} & {*each.architectures, *each.value_architectures}]
+    if len(found) > 1 and all(each.language for each in found):
+        languages = {each.language: each for each in found}
+        if language not in languages:
+            raise ConfigError(
+                f"config.json: text_config: model_type: got {language!r}, and {found[0].architectures[0]} is supported "
+                f"with one of {', '.join(map(str, languages))}"
+            )
+        return languages[str(language)]
     if len(found) > 1:
         raise ConfigError(
             f"config.json: architectures: got {list(names)}, of {len(found)} families; keep the one of the weights"
@@ -250,7 +267,8 @@ def read_model_spec(
     """
     directory = Path(path)
     file, config = directory / "config.json", read_hf_config(directory, key)
-    family = find_family(config.get("architectures"))
+    section = config.get("text_config")
+    family = find_family(config.get("architectures"), section.get("model_type") if isinstance(section, dict) else None)
     try:
         check_twins(file, family, config)
         if family.section in config:

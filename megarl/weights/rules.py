@@ -133,6 +133,7 @@ class Family:
     `qk_layernorm`, `qkv_bias`: whether queries and keys have norms and biases; or the key of config.json that says so.
     `untrained`: how names of further tensors begin, which exports have as they were read, such as a vision tower's.
     `section`: the key of config.json that holds the settings of the language model, if it is part of a larger model.
+    `language`: the `model_type` there, for architectures that have one of several language models.
     `expert_ffn_key`: the key of config.json that holds the width of an expert, for families with experts.
     `lost_in_peft`: the layers whose adapters PEFT leaves out: it takes experts for one tensor, or others for experts.
     `normalizes_experts`: whether a token's routing weights are normalised to sum 1; None: `norm_topk_prob` says.
@@ -143,7 +144,8 @@ class Family:
     `linear_biases`: projections of attention outputs, experts and routers have biases. `sinks`: attention has sinks.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     `vision`: how names of tensors of the tower that trained models read images with begin in files → in transformers'
-    model. `no_images`: why they read none. `interleaves_mrope`: axes of positions take turns among frequencies.
+    model. `interleaves_mrope`: axes of positions take turns among frequencies. `sees_whole_images`: tokens of an image
+    attend to each other, also to later ones.
     `ignored_rope`: keys of config.json's rope parameters that change nothing for texts.
     `gated_attention`: the output of softmax attention is multiplied by sigmoids that q_proj computes as well.
     `norms_before`, `norms_after`: attention and MLP begin with a norm; what they add to the residual stream has one.
@@ -171,6 +173,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     section: str | None = None
+    language: str | None = None
     expert_ffn_key: str | None = None
     lost_in_peft: Target | None = None
     normalizes_experts: bool | None = None
@@ -180,8 +183,8 @@ class Family:
     ends_on_every_stage: bool = False
     ignored_rope: tuple[str, ...] = ()
     vision: Mapping[str, str] = field(default_factory=dict)
-    no_images: str = ""
     interleaves_mrope: bool = False
+    sees_whole_images: bool = False
     gated_attention: bool = False
 
     @property

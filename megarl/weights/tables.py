@@ -41,7 +41,7 @@ FAMILIES: Registry[Family] = Registry("model family", key="config.json: architec
 def register_family(family: Family) -> Family:
     """Register a family under its name; it is that of the models whose config.json names one of its architectures."""
     for other in FAMILIES.entries().values():
-        if both := set(family.architectures) & set(other.architectures):
+        if (both := set(family.architectures) & set(other.architectures)) and family.language == other.language:
             raise RegistrationError(
                 f"model family {family.name!r}: has the architecture {min(both)}, which {other.name} has already; "
                 "remove it from one of them"
@@ -57,15 +57,14 @@ def register_multimodal(
     prefix: str = "model.language_model.",
     head: str = OUTPUT_HEAD,
     vision: Mapping[str, str] = MappingProxyType({"model.visual.": "visual."}),
-    towers: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Family:
     """Register the family of a published model that has one of the family `text` as its language model.
 
-    Its tensors begin with `prefix` in the place of "model.", those of its tower as `vision` says (see `Family`), or, if
-    megarl reads no images with it, with one of `towers`. head: its output embedding. defaults: for keys that published
-    files leave out there. options: what else differs from `text`.
+    Its tensors begin with `prefix` in the place of "model.", those of its tower as `vision` says (see `Family`). head:
+    its output embedding. defaults: for keys that published files leave out there. options: what else differs from
+    `text`.
     """
     return register_family(
         replace(
@@ -74,7 +73,7 @@ def register_multimodal(
             architectures=(architecture,),
             weights=within(prefix, text.weights, head=head),
             section="text_config",
-            untrained=(*vision, *towers, *text.untrained),
+            untrained=(*vision, *text.untrained),
             vision=dict(vision),
             defaults={**text.defaults, **defaults},
             **options,

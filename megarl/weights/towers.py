@@ -1,6 +1,7 @@
 """Describe the vision tower of a model by the headers of its files, with no table of its tensors."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from megarl.weights.rules import TOWER, Family, HFTensor, Partition, WeightRule
 from megarl.weights.safetensors_headers import model_files, read_header
 
 # The modules that turn a tower's features into what the language model reads.
-_PROJECTORS = frozenset({"merger", "deepstack_merger_list", "multi_modal_projector"})
+_PROJECTORS = frozenset({"merger", "deepstack_merger_list", "downsample", "multi_modal_projector"})
 
 
 def is_trained(name: str, part: TowerPart) -> bool:
@@ -50,7 +51,7 @@ class MRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerWork:
-    """The work of a tower on an image, of which it reads `patches` patches for each feature.
+    """The work of a tower on an image, of which it reads `patches` patches for each `features` features.
 
     per_patch, per_feature: multiplications of weights for each, the latter the projector's. kept_per_patch,
     kept_per_feature: elements that go into and come out of these products. windows: of each layer, how many patches a
@@ -58,6 +59,7 @@ class TowerWork:
     """
 
     patches: int
+    features: int
     per_patch: int
     per_feature: int
     kept_per_patch: int
@@ -67,7 +69,7 @@ class TowerWork:
 
     def flops(self, num_features: int, part: TowerPart = "none") -> int:
         """Count the FLOPs of an image's features, and of the backward pass of what is trained."""
-        num, factors = self.patches * num_features, {"none": (1, 1), "projector": (1, 3), "all": (3, 3)}[part]
+        num, factors = self._num_patches(num_features), {"none": (1, 1), "projector": (1, 3), "all": (3, 3)}[part]
         attended = num * sum(num if each is None else min(each, num) for each in self.windows)
         inner = 2 * num * self.per_patch + 4 * self.width * attended
         return factors[0] * inner + factors[1] * 2 * num_features * self.per_feature
@@ -77,8 +79,12 @@ class TowerWork:
         not trained keeps none, and has those of one layer at a time.
         """
         per_layer = self.kept_per_patch // max(1, len(self.windows))
-        inner = self.patches * (num_passes * self.kept_per_patch if part == "all" else per_layer)
-        return num_features * (inner + self.kept_per_feature * (1 if part == "none" else num_passes))
+        inner = num_passes * self.kept_per_patch if part == "all" else per_layer
+        outer = self.kept_per_feature * (1 if part == "none" else num_passes)
+        return self._num_patches(num_features) * inner + num_features * outer
+
+    def _num_patches(self, num_features: int) -> int:
+        return self.patches * num_features // self.features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +114,16 @@ def read_tower(directory: Path, family: Family, config: Mapping[str, Any], part:
     config: its config.json, with the settings of its language model on top. part: what is trained of the tower.
     """
     if not family.vision:
-        reason = family.no_images or "it has no vision tower"
-        raise ConfigError(f"{directory}: a model of the family {family.name} cannot read images here: {reason}")
+        raise ConfigError(f"{directory}: a model of the family {family.name} has no vision tower to read images with")
     names, rules, shapes = {}, [], dict[str, tuple[int, ...]]()
     for file in model_files(directory):
         for name, header in sorted(read_header(file).items()):
-            for written, held in family.vision.items():
-                if name.startswith(written):
-                    names[name] = held + name.removeprefix(written)
-                    shapes[name] = header.shape
-                    tensor = HFTensor(name, tuple(map(str, header.shape)))
-                    partition = Partition.REPLICATED
-                    rules.append(WeightRule(names=(TOWER + names[name],), partition=partition, tensors=(tensor,)))
+            if (written := next((each for each in family.vision if name.startswith(each)), None)) is not None:
+                names[name] = family.vision[written] + name.removeprefix(written)
+                shapes[name] = header.shape
+                tensor = HFTensor(name, tuple(map(str, header.shape)))
+                partition = Partition.REPLICATED
+                rules.append(WeightRule(names=(TOWER + names[name],), partition=partition, tensors=(tensor,)))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     mrope = None
     if "mrope_section" in family.ignored_rope:
@@ -143,8 +147,9 @@ def read_tower(directory: Path, family: Family, config: Mapping[str, Any], part:
 
 def _work_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> TowerWork:
     """Return what a tower with weights of these shapes computes; biases and norms take no time."""
-    # Embeddings of positions are looked up.
-    products = {name: each for name, each in shapes.items() if len(each) > 1 and "pos" not in name.split(".")[-2]}
+    # Embeddings of positions, and of what stands before the patches, are looked up.
+    looked_up = re.compile(r"(^|\.)(pos\w*|\w+_token)(\.\w+)?$")
+    products = {name: each for name, each in shapes.items() if len(each) > 1 and not looked_up.search(name)}
     of_patches, of_features = (
         {name: each for name, each in products.items() if is_trained(name, "projector") == of_feature}
         for of_feature in (False, True)
@@ -154,13 +159,22 @@ def _work_of(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -
     layers = sorted({int(part) for name in of_patches for part in name.split(".") if part.isdigit()})
     vision = config.get("vision_config") or {}
     whole, window = vision.get("fullatt_block_indexes"), vision.get("window_size", 0)
-    merge = vision.get("spatial_merge_size") or config.get("spatial_merge_size", 2)
+    patches, features = (vision.get("spatial_merge_size") or config.get("spatial_merge_size", 2)) ** 2, 1
+    if (per_tile := config.get("mm_tokens_per_image") or config.get("image_seq_length")) is not None:
+        # Images are read in squares of one size.
+        size = vision["image_size"]
+        side = (size if isinstance(size, int) else min(size)) // patch_size
+        patches, features = side**2 + any(name.endswith("cls_token") for name in shapes), per_tile
     return TowerWork(
-        patches=merge**2,
+        patches=patches,
+        features=features,
         per_patch=sum(map(math.prod, of_patches.values())),
         per_feature=sum(map(math.prod, of_features.values())),
         kept_per_patch=sum(each[0] + math.prod(each[1:]) for each in of_patches.values()),
         kept_per_feature=sum(each[0] + math.prod(each[1:]) for each in of_features.values()),
-        windows=tuple(None if whole is None or i in whole else (window // patch_size) ** 2 for i in layers),
+        windows=tuple(
+            (patches if features > 1 else None) if whole is None or i in whole else (window // patch_size) ** 2
+            for i in layers
+        ),
         width=width,
     )

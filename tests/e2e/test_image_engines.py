@@ -30,6 +30,8 @@ CASES: list[tuple[str, int, TowerPart]] = [
     ("mistral3", 1, "all"),
     ("qwen3_5", 1, "all"),
     ("qwen3_vl", 2, "all"),
+    ("internvl_qwen3", 1, "all"),
+    ("glm4v_moe", 1, "all"),
 ]
 
 

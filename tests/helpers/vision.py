@@ -22,7 +22,11 @@ from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
 from tests.helpers.rank_pool import RankContext
 
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+MARKS = (
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    *("<img>", "</img>", "<IMG_CONTEXT>", "<video>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+)
 _TEXT = {
     "vocab_size": 288,
     "hidden_size": 64,
@@ -46,6 +50,7 @@ _QWEN_IMAGES = {
     "image_mean": [0.5, 0.4, 0.3],
     "image_std": [0.5, 0.6, 0.7],
 }
+_VIT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 _QWEN_VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 _QWEN_IDS = {
     "image_token_id": "<|image_pad|>",
@@ -67,7 +72,9 @@ _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionModel:
-    """Names of transformers' config and model; settings; how an image is written in a prompt."""
+    """Names of transformers' config and model; settings; how an image is written in a prompt; marks that the tokenizer
+    has under names.
+    """
 
     config: str
     model: str
@@ -79,6 +86,9 @@ class VisionModel:
     mark: str
     whole: Mapping[str, Any] = field(default_factory=dict)
     video: str = ""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    # Whether several have one token.
+    line_feeds: bool = False
 
 
 def _qwen3(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionModel:
@@ -168,6 +178,95 @@ VISION = {
         },
         mark="[IMG]",
     ),
+    "internvl_qwen3": VisionModel(
+        config="InternVLConfig",
+        model="InternVLForConditionalGeneration",
+        text={**_TEXT, "model_type": "qwen3", "use_sliding_window": False, "rope_parameters": _ROPE},
+        vision={**_VIT, "image_size": [56, 56], "patch_size": [14, 14]},
+        ids={"image_token_id": "<IMG_CONTEXT>"},
+        whole={"image_seq_length": 4},
+        # Wide pictures are read in several squares.
+        images={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 4,
+        },
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        video="InternVLVideoProcessor",
+        mark="<IMG_CONTEXT>",
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "glm4v_moe": VisionModel(
+        config="Glm4vMoeConfig",
+        model="Glm4vMoeForConditionalGeneration",
+        text={
+            **_TEXT,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+        },
+        vision={**_QWEN_VISION, "patch_size": 14, "image_size": 56},
+        ids={
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+        },
+        images={
+            **_QWEN_IMAGES,
+            "image_processor_type": "Glm4vImageProcessor",
+            "patch_size": 14,
+            # Of two frames.
+            "size": {"shortest_edge": 8 * 28**2, "longest_edge": 128 * 28**2},
+        },
+        processor={"processor_class": "Glm4vProcessor"},
+        video="Glm4vVideoProcessor",
+        mark="<|begin_of_image|><|image|><|end_of_image|>",
+    ),
+    "gemma3": VisionModel(
+        config="Gemma3Config",
+        model="Gemma3ForConditionalGeneration",
+        text={
+            **_TEXT,
+            "query_pre_attn_scalar": 32,
+            # Smaller than an image.
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {**_ROPE, "rope_theta": 100.0},
+                "full_attention": {**_ROPE, "rope_type": "linear", "factor": 4.0},
+            },
+            "tie_word_embeddings": True,
+        },
+        vision={**_VIT, "image_size": 56, "patch_size": 7, "vision_use_head": False},
+        ids={
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+        },
+        whole={"mm_tokens_per_image": 16, "tie_word_embeddings": True},
+        images={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_seq_length": 16,
+        },
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 16},
+        mark="<start_of_image>",
+        tokens={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        line_feeds=True,
+    ),
 }
 
 
@@ -182,13 +281,14 @@ def make_vision_model(path: Path, family: str) -> Path:
     described, tokenizer = VISION[family], make_byte_tokenizer()
     marks = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    if described.line_feeds:
+        tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in (2, 3, 4)])
     tokenizer.chat_template = CHAT_TEMPLATE.replace("MARK", described.mark)
     config = getattr(transformers, described.config)(
         text_config=copy.deepcopy(described.text),
         vision_config=copy.deepcopy(described.vision),
-        tie_word_embeddings=False,
         **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in described.ids.items()},
-        **described.whole,
+        **{"tie_word_embeddings": False, **described.whole},
     )
     torch.manual_seed(0)
     model = getattr(transformers, described.model)(config)
@@ -203,6 +303,9 @@ def make_vision_model(path: Path, family: str) -> Path:
     model.lm_head.weight.normal_(0, 3 / described.text["hidden_size"] ** 0.5)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    if described.tokens:
+        own = json.loads((file := path / "tokenizer_config.json").read_text())
+        file.write_text(json.dumps({**own, **described.tokens, "extra_special_tokens": dict(described.tokens)}))
     (path / "preprocessor_config.json").write_text(json.dumps({**described.images, **described.processor}))
     (path / "processor_config.json").write_text(json.dumps(described.processor))
     if described.video:
@@ -231,6 +334,7 @@ class VisionCase:
     def __init__(self, path: Path, family: str, store: Path) -> None:
         self.path, self.store = make_vision_model(path, family), ImageStore(store)
         self.digests = {self.store.put(data): name for name, data in PICTURES.items()}
+        self.family = family
         self.reader, self.mark = ImageReader(self.path, self.store), VISION[family].mark
 
     def row(self, pieces: Sequence[str | int], seed: int) -> Row:
@@ -289,6 +393,8 @@ class VisionCase:
         given = {name: torch.cat([each[name] for each in tensors]) for name in (tensors[0] if tensors else ())}
         if "image_grid_thw" in given:
             given["mm_token_type_ids"] = shown
+        elif row.images and self.family == "gemma3":
+            given["token_type_ids"] = shown
         return {"input_ids": torch.from_numpy(row.token_ids).long()[None], **given}
 
     def logprobs(self, logits: torch.Tensor, row: Row) -> torch.Tensor:

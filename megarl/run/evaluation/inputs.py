@@ -28,7 +28,7 @@ from megarl.run.evaluation.output import TABLE
 from megarl.run.first_checks import check_prompts, unreached_servers
 from megarl.train.export import exported
 from megarl.train.inputs import check_askers
-from megarl.train.models import open_model
+from megarl.train.models import check_image_engines, open_model
 from megarl.train.rehearsal import rehearse
 from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.hub import local_model
@@ -119,6 +119,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
             raise ConfigError(
                 f"{adapter}: has {VALUE_HEAD}, so it is a reward model's or critic's; evaluate a policy's"
             )
+    check_image_engines(config)
     check_prompts(config, config.data.val)
     images = DataImages.of(config.model.path, config.data, config.image_store)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)

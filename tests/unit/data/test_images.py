@@ -58,7 +58,7 @@ def coded(seed: int = 0) -> str:
 def images(tmp_path: Path) -> DataImages:
     """Images of a model that reads one of 4 × 3 as a mark of its beginning and two features."""
     reader = ImageReader(tmp_path, ImageStore(tmp_path / "RUN/images"))
-    reader._loaded = SimpleNamespace(image_token=MARK, image_token_id=MARK_ID)
+    reader._loaded = SimpleNamespace(image_token=MARK, image_token_id=MARK_ID, tokenizer=tokenizer())
     reader._measured[4, 3] = ImageInputs(
         tensors={}, token_ids=(9, MARK_ID, MARK_ID), is_feature=(False, True, True), grid=(1, 2)
     )
@@ -310,13 +310,15 @@ for _ in range(count):
         Image.new("RGB", size, tuple(rng.integers(0, 255, 3).tolist())).save(out, "PNG")
         pictures.append(Image.open(out))
         digests.append(images.add(out.getvalue(), "here"))
-    message = Message(role="user", content=" and ".join(["<image>"] * len(pictures)), images=tuple(digests))
+    content = rng.choice(["\\n", " and "]).join(["<image>"] * len(pictures))
+    message = Message(role="user", content=content, images=tuple(digests))
     text = message.content.replace("<image>", processor.image_token)
     ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     found = images.expand(ids, [message], "here")
     whole = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="np")
     assert found.token_ids == whole["input_ids"][0].tolist(), [each.size for each in pictures]
-    marked = np.flatnonzero(whole["input_ids"][0] == processor.image_token_id)
+    feature_id = getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id
+    marked = np.flatnonzero(whole["input_ids"][0] == feature_id)
     assert np.concatenate([each.places for each in found.images]).tolist() == marked.tolist()
     if "image_grid_thw" in whole:
         merge = processor.image_processor.merge_size
@@ -331,7 +333,7 @@ print("equal", count)
         ("qwen3_vl", 20),
         *(
             pytest.param(each, 1000, marks=pytest.mark.long)
-            for each in ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3")
+            for each in ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "internvl_qwen3", "glm4v_moe", "gemma3")
         ),
     ],
 )

@@ -50,6 +50,31 @@ def test_calls_by_hand() -> None:
     assert outputs[plan.places].tolist() == list(range(79))
 
 
+@pytest.mark.parametrize("cp_rank", [None, 0, 1])
+def test_tokens_of_an_image_see_all_of_it_by_hand(cp_rank: int | None) -> None:
+    """A row of 8 tokens with images at 1 to 3 and 5; a row of 8 without any; and, unless ranks split rows, one of 4
+    that ends with an image.
+    """
+    sequences = [np.arange(8), np.arange(8, 16)]
+    images = np.array([0, 2, 2, 2, 0, 6, *[0] * 11, 18, 18, 18])
+    split = {} if cp_rank is None else {"cp": 2, "cp_rank": cp_rank}
+    if cp_rank is None:
+        sequences.append(np.arange(16, 20))
+    lengths = np.array([8, 8, 4][: len(sequences)])
+    plan = plan_attention(sequences, lengths, CPU, images=images[: lengths.sum()], **split)
+    call = plan.calls[0]
+    own = [*range(8)] if cp_rank is None else [[0, 1, 6, 7], [2, 3, 4, 5]][cp_rank]
+    expected = np.zeros((8, 8), bool)
+    expected[1:4, 1:4] = expected[5, 5] = True
+    assert call.within is not None
+    assert call.within[0].tolist() == expected[own].tolist()
+    assert not call.within[1].any()
+    if cp_rank is None:
+        # Its last token is repeated, but not as the image's.
+        assert call.within[2, :4].sum() == 9
+        assert bool(call.within[2, 1:4, 1:4].all())
+
+
 class DefinedAttention:
     """Transformer Engine's attention of packed sequences whose queries are the last of their keys, as it is defined."""
 

@@ -184,7 +184,14 @@ def test_a_tower_takes_memory_on_the_first_stage(small: ModelSpec) -> None:
     two micro-batches are in flight, for which only what is trained keeps any.
     """
     work = TowerWork(
-        patches=4, per_patch=1, per_feature=1, kept_per_patch=20, kept_per_feature=10, windows=(None, None), width=1
+        patches=4,
+        per_patch=1,
+        per_feature=1,
+        kept_per_patch=20,
+        kept_per_feature=10,
+        windows=(None, None),
+        width=1,
+        features=1,
     )
     tower = Tower(part="all", work=work, rules=(), trained=(), names={}, mrope=None)
     settings = ActorConfig(layout=LayoutConfig(pp=2), micro_batch_tokens=16)

@@ -105,7 +105,14 @@ def test_each_different_image_is_read_once() -> None:
     features of 50; backward alone of these, which are the projector's.
     """
     work = TowerWork(
-        patches=3, per_patch=100, per_feature=50, kept_per_patch=8, kept_per_feature=9, windows=(None, 4), width=7
+        patches=3,
+        per_patch=100,
+        per_feature=50,
+        kept_per_patch=8,
+        kept_per_feature=9,
+        windows=(None, 4),
+        width=7,
+        features=1,
     )
     tower = Tower(part="projector", work=work, rules=(), trained=(), names={}, mrope=None)
     images = [RowImage(places=np.array([0, 1]), digest=digest) for digest in "ab"]

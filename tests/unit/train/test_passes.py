@@ -340,7 +340,7 @@ def test_a_batch_that_a_filter_made_smaller_takes_fewer_steps(mini_batch_prompts
 def test_ranks_share_the_work_of_towers(monkeypatch: pytest.MonkeyPatch, digests: str, shares: bool) -> None:
     """Rows of equal length, some of which show an image that costs more than all else; the same one counts once."""
     work = TowerWork(
-        patches=4, per_patch=10**6, per_feature=0, kept_per_patch=0, kept_per_feature=0, windows=(), width=1
+        patches=4, per_patch=10**6, per_feature=0, kept_per_patch=0, kept_per_feature=0, windows=(), width=1, features=1
     )
     read = {"none": Tower(part="none", work=work, rules=(), trained=(), names={}, mrope=None)}
     monkeypatch.setattr(passes, "read_model_spec", lambda path, tower: SimpleNamespace(tower=read[tower]))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.layout import LayoutConfig
@@ -45,7 +46,7 @@ def test_the_tower_is_what_the_language_model_is_not(tmp_path: Path, family: str
 
 
 @pytest.mark.parametrize(
-    ("part", "named"), [("none", ()), ("projector", ("merger", "multi_modal_projector")), ("all", ("",))]
+    ("part", "named"), [("none", ()), ("projector", ("merger", "downsample", "multi_modal_projector")), ("all", ("",))]
 )
 @pytest.mark.parametrize("family", VISION)
 def test_a_part_of_a_tower_is_trained_counted_and_sent(
@@ -76,25 +77,33 @@ def test_a_part_of_a_tower_is_trained_counted_and_sent(
 
 @pytest.mark.parametrize("family", VISION)
 def test_the_flops_of_an_image_are_those_that_transformers_computes(tmp_path: Path, family: str) -> None:
-    """64 patches, which windows divide; products of matrices and convolutions are counted, each twice."""
+    """64 patches, which windows divide, or a picture of one size; products of matrices and convolutions are counted,
+    each twice.
+    """
     tower = read_model_spec(make_vision_model(tmp_path, family), tower="none").tower
     assert tower is not None
     model = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
     vision = model.config.vision_config
-    size = 8 * vision.patch_size
-    if family == "mistral3":
-        given = {"pixel_values": torch.zeros(1, 3, size, size), "image_sizes": torch.tensor([[size, size]])}
+    size, more = 56 if family == "internvl_qwen3" else 8 * vision.patch_size, 0
+    if family in ("mistral3", "internvl_qwen3", "gemma3"):
+        given = {"pixel_values": torch.zeros(1, 3, size, size)}
+        if family == "mistral3":
+            given["image_sizes"] = torch.tensor([[size, size]])
+        elif family == "internvl_qwen3":
+            # What stands before the patches has no pixels; it is counted as if it had.
+            more = 2 * 32 * 3 * 14**2
     else:
         patch = 3 * 2 * vision.patch_size**2
         given = {"pixel_values": torch.zeros(64, patch), "image_grid_thw": torch.tensor([[1, 8, 8]])}
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         answer = model.get_image_features(**given, return_dict=True)
     num_features = sum(len(each.flatten(0, -2)) for each in answer.pooler_output)
-    assert tower.work.flops(num_features) == counted.get_total_flops()
+    total = counted.get_total_flops() + more
+    assert tower.work.flops(num_features) == total
     # Backward takes twice as much, of what is trained.
     projected = 2 * num_features * tower.work.per_feature
-    assert tower.work.flops(num_features, "all") == 3 * counted.get_total_flops()
-    assert tower.work.flops(num_features, "projector") == counted.get_total_flops() + 2 * projected
+    assert tower.work.flops(num_features, "all") == 3 * total
+    assert tower.work.flops(num_features, "projector") == total + 2 * projected
 
 
 def _names_in_transformers(path: Path) -> list[str]:
@@ -103,15 +112,37 @@ def _names_in_transformers(path: Path) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def test_models_without_a_tower_that_is_read_are_refused(tmp_path: Path) -> None:
-    configs = Path(__file__).parents[3] / "configs/model/hf"
-    for name, reason in (
-        ("qwen3-0.6b", "it has no vision tower"),
-        ("gemma-3-27b", "tokens of an image see each other"),
-    ):
-        spec = read_model_spec(configs / name)
-        with pytest.raises(ConfigError, match=f"family {spec.family.name} cannot read images here: {reason}"):
-            spec.with_tower("none")
+def test_models_without_a_tower_are_refused() -> None:
+    spec = read_model_spec(Path(__file__).parents[3] / "configs/model/hf/qwen3-0.6b")
+    with pytest.raises(ConfigError, match="family qwen3 has no vision tower to read images with"):
+        spec.with_tower("none")
+
+
+def test_the_language_model_of_an_architecture_decides_about_its_family(tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path, "internvl_qwen3")
+    assert read_model_spec(path).family.name == "internvl_qwen3"
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["model_type"] = "qwen2"
+    (path / "config.json").write_text(json.dumps(config))
+    # Qwen2's attention has biases.
+    assert read_model_spec(path).expected_tensors().keys() - read_tensors(path).keys() == {
+        f"language_model.model.layers.{i}.self_attn.{name}_proj.bias" for i in range(4) for name in "qkv"
+    }
+    config["text_config"]["model_type"] = "internlm2"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"got 'internlm2', and InternVL.* is supported with one of qwen2, qwen3"):
+        read_model_spec(path)
+
+
+def test_names_of_gemma_3_as_published(tmp_path: Path) -> None:
+    """In its files the tower has a part more in its name than in transformers."""
+    path = make_vision_model(tmp_path, "gemma3")
+    tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in read_tensors(path).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tower = read_model_spec(path, tower="none").tower
+    assert tower is not None
+    held = {each.removeprefix("model.") for each in _names_in_transformers(path)}
+    assert {*tower.names.values()} == {name for name in held if not name.startswith("language_model.")}
 
 
 # Its sizes on Hugging Face, with the language model's beside the tower's, as files before transformers 4.52 have them.
