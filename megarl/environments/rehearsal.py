@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from megarl.environments.base import MOST_REPLY_CHARS, Action, Environment, Reply
-from megarl.errors import RehearsalError
+from megarl.environments.images import ReplyImages
+from megarl.errors import DataError, RehearsalError
 from megarl.types import Message, Prompt
 
 T = TypeVar("T")
@@ -18,14 +19,18 @@ _MOST_TURNS = 4
 _EXAMPLES: dict[str, object] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
-async def play(make: Callable[[], Environment], prompt: Prompt, *, max_turns: int, reply_s: float) -> Schemas:
+async def play(
+    make: Callable[[], Environment], prompt: Prompt, *, max_turns: int, reply_s: float, images: ReplyImages
+) -> Schemas:
     """Let an environment start, reply to calls of its tools and to plain answers, and close; return its tools.
 
-    Raises RehearsalError for a result that a run could not use, and whatever the environment raises.
+    images: what keeps those that it shows. Raises RehearsalError for a result that a run could not use, and whatever
+    the environment raises.
     """
     environment = make()
+    environment.read_image = images.read
     try:
-        _require_messages(await _in_time(environment.start(prompt), reply_s, "start"), "start")
+        _require_messages(await _in_time(environment.start(prompt), reply_s, "start"), "start", images)
         for turn, text in zip(range(min(max_turns, _MOST_TURNS)), _script(environment), strict=False):
             actions = [
                 Action(text=text, turn=turn + i, num_tokens=1, num_before=turn)
@@ -35,7 +40,7 @@ async def play(make: Callable[[], Environment], prompt: Prompt, *, max_turns: in
                 said = await _in_time(environment.reply(actions[0]), reply_s, "reply")
             else:
                 said = await _in_time(environment.choose(actions), reply_s, "choose")
-            _require_reply(said)
+            _require_reply(said, images)
             if said.done:
                 break
         return environment.tools
@@ -68,11 +73,11 @@ def _script(environment: Environment) -> Iterator[str]:
         yield "The answer is 1."
 
 
-def _require_reply(said: object) -> None:
+def _require_reply(said: object, images: ReplyImages) -> None:
     if not isinstance(said, Reply):
         raise RehearsalError(f"the reply has type {type(said).__name__}, expected Reply; return one")
     messages = said.context or said.messages
-    _require_messages(messages, "the reply")
+    _require_messages(messages, "the reply", images)
     if not messages and not said.done:
         raise RehearsalError("the reply has no messages, and does not end the conversation; set done=True")
     for reward in (said.reward, *said.rewards.values()):
@@ -82,11 +87,15 @@ def _require_reply(said: object) -> None:
             raise RehearsalError(f"the reward is {float(reward)}, expected a finite number; correct it")
 
 
-def _require_messages(messages: Sequence[object], what: str) -> None:
+def _require_messages(messages: Sequence[object], what: str, images: ReplyImages) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise RehearsalError(f"the messages of {what} have type {type(messages).__name__}, expected a tuple of Message")
     for each in messages:
         if not isinstance(each, Message) or not isinstance(each.content, str):
             raise RehearsalError(f"{what} has the message {each!r:.80}, expected a Message of role and text")
+        try:
+            images.kept(each)
+        except (ValueError, DataError) as error:
+            raise RehearsalError(f"{what}: {error}") from error
     if sum(len(each.content) for each in messages if isinstance(each, Message)) > MOST_REPLY_CHARS:
         raise RehearsalError(f"{what} has more than {MOST_REPLY_CHARS} characters; shorten its messages")

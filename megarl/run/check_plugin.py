@@ -25,7 +25,9 @@ def _check_plugin(arguments: argparse.Namespace) -> None:
     file = f"{file}.py" if name else file
     if not file.endswith(".py"):
         raise ConfigError(f"megarl check-plugin: got {arguments.file}, expected a Python file, its name ending in .py")
-    config = with_overrides(Config(), [f"algo.plugins=[{file!r}]", f"run.rehearsal_s={arguments.limit_s}"])
+    # It may be for a run that reads images.
+    chosen = ["data.image_key=images", f"algo.plugins=[{file!r}]", f"run.rehearsal_s={arguments.limit_s}"]
+    config = with_overrides(Config(), chosen)
     found = try_out(Trial(config=config, every=not name, file=file, name=name))
     # A mistake begins with the file, and names the part.
     mistaken = [

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
+from typing import TYPE_CHECKING
 
 from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
@@ -42,11 +45,14 @@ from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.load import look_for
 from megarl.rewards.routes import check_sources
 from megarl.run.resume import check_resumed
-from megarl.train.models import open_model
+from megarl.train.models import check_image_engines, open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.types import Prompt
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import local_model, with_models
+
+if TYPE_CHECKING:
+    from megarl.data.images import DataImages, RowsImages
 
 # The sections with addresses of programs that a run asks; supervised ones only use a cluster.
 _ASKED = ("cluster", "rewards", "teacher", "teachers")
@@ -143,6 +149,8 @@ def _check_models(config: Config, command: str, files: str) -> list[str]:
         # The training of a reward model checks it as one.
         if command != "train-reward":
             open_model(config, for_sft=command == "sft")
+        if command == "train":
+            check_image_engines(config)
         require_tokenizer(config.model.path, "model.path")
     return list(adapter_warnings(config))
 
@@ -181,17 +189,17 @@ def _check_data(config: Config, command: str) -> None:
                 size, seed, form = config.trainer.prompts_per_step, config.run.seed, config.data
                 prompt_sampler(form.train, rows.sizes, batch_size=size, seed=seed, shuffle=form.shuffle)
         return
-    form, sft, section = config.data, config.sft, command.replace("-", "_")
+    form, sft, section, images = config.data, config.sft, command.replace("-", "_"), _images(config)
     for files in filter(None, (training, held_out)):
         if command == "sft":
             rows = RowFiles(files, columns=demonstration_columns(form, sft), unread=())
         else:
             rows = RowFiles(files, columns=preference_columns(form), required=PREFERENCE_SIDES, unread=())
-        for where, row in _first(rows, form):
+        for where, row, shown in _first(rows, form, images):
             if command == "sft":
-                parse_demonstration(row, where, form, sft)
+                parse_demonstration(row, where, form, sft, shown)
             else:
-                parse_preference(row, where, form)
+                parse_preference(row, where, form, shown)
         # A chat may become a row for each of its turns.
         if files is training and (command != "sft" or sft.train_on != "each"):
             require_batch(len(rows), getattr(config, section).batch_size, f"{section}.batch_size")
@@ -207,34 +215,47 @@ def check_prompts(config: Config, files: Sequence[str] = ()) -> RowFiles:
     firsts = dict[str, Prompt]()
     files = files or train_files(config.data.train)
     rows = RowFiles(files, columns=columns, required=required_columns(config.data), remedy=NAME_COLUMNS, unread=())
-    for where, row in _first(rows, config.data):
-        record, environment = read_prompt(row, where, config.data, config.environment)
-        try:
-            if environment and environment not in firsts:
-                type_of(config.environment, environment)
-                firsts[environment] = Prompt(
-                    uid=where,
-                    token_ids=(),
-                    data_source=record.data_source,
-                    ground_truth=record.ground_truth,
-                    extra_info=record.extra_info,
-                    messages=record.messages,
-                    environment=environment,
-                )
-            if record.data_source not in sources:
-                check_sources(config.rewards, [record.data_source], loads=False)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        sources.add(record.data_source)
-    rehearse_episodes(config, firsts.values(), firsts)
+    images = _images(config)
+    with nullcontext() if images is None else images.kept_apart():
+        for where, row, shown in _first(rows, config.data, images):
+            record, environment = read_prompt(row, where, config.data, config.environment, shown)
+            try:
+                if environment and environment not in firsts:
+                    type_of(config.environment, environment)
+                    firsts[environment] = Prompt(
+                        uid=where,
+                        token_ids=(),
+                        data_source=record.data_source,
+                        ground_truth=record.ground_truth,
+                        extra_info=record.extra_info,
+                        messages=record.messages,
+                        environment=environment,
+                    )
+                if record.data_source not in sources:
+                    check_sources(config.rewards, [record.data_source], loads=False)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            sources.add(record.data_source)
+        rehearse_episodes(config, firsts.values(), firsts, images=images)
     return rows
 
 
-def _first(rows: RowFiles, form: DataConfig) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield the first rows with their places; none if they have images, which need libraries."""
+def _images(config: Config) -> "DataImages | None":
+    """Return the images of the data; None: rows are texts alone, or nothing here opens images."""
+    if config.data.image_key is None or find_spec("PIL") is None:
+        return None
+    from megarl.data.images import DataImages
+
+    return DataImages.unexpanded(config.model.path, config.data)
+
+
+def _first(
+    rows: RowFiles, form: DataConfig, images: "DataImages | None"
+) -> Iterator[tuple[str, Mapping[str, object], "RowsImages | None"]]:
+    """Yield the first rows with their places and their images; none if nothing here opens these."""
     until = process_time() + _ROWS_S
-    for i, row in enumerate(rows if form.image_key is None else ()):
-        yield rows.where(i), row
+    for i, row in enumerate(rows if form.image_key is None or images is not None else ()):
+        yield rows.where(i), row, None if images is None else images.of_row(rows, i, row)
         if process_time() > until:
             break
 

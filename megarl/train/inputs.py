@@ -1,6 +1,7 @@
 """Open and check everything that a run reads before any process starts, so that mistakes cost nothing."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -243,9 +244,10 @@ def check_askers(
     """
     environments = frozenset[str]().union(*(each.environments for each in data))
     check_replies(config.environment, environments, tokenizer)
-    rows = (each[i] for each in data for i in range(len(each)))
-    for tools in rehearse_episodes(config, rows, environments).values():
-        require_tools(tokenizer, tools)
+    rows, images = (each[i] for each in data for i in range(len(each))), data[0].images if data else None
+    with nullcontext() if images is None else images.kept_apart():
+        for tools in rehearse_episodes(config, rows, environments, images=images).values():
+            require_tools(tokenizer, tools)
     asking = [name for name, judge in config.rewards.judges.items() if judge.use_policy]
     for name in asking:
         require_system_turn(tokenizer, config.rewards.judges[name].system, f"rewards.judges.{name}.system")

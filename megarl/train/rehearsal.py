@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from megarl import __version__
 from megarl.config.schema import Config
@@ -32,6 +32,9 @@ from megarl.host.streams import print_lines
 from megarl.host.user_code import place_in
 from megarl.host.writing import dispensable, replacing
 from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from megarl.data.images import DataImages
 
 # Importing torch takes long on a busy machine, which is not the fault of the user's code.
 START_S = 600.0
@@ -67,7 +70,7 @@ class Trial:
         """Return a hash of the settings that the tried code reads."""
         config, names = self.config, sorted(prompt.environment for prompt in self.prompts)
         read = [asdict(config.algo), asdict(config.rewards.custom), asdict(config.environment), names]
-        sizes = [config.rollout.num_samples, asdict(config.train_preference)]
+        sizes = [config.rollout.num_samples, asdict(config.train_preference), config.data.image_key]
         return sha256(repr((__version__, sys.executable, read, sizes)).encode()).hexdigest()
 
 
@@ -98,15 +101,25 @@ def rehearse(config: Config, *, afresh: bool = False) -> Config:
 
 
 def rehearse_episodes(
-    config: Config, prompts: Iterable[Prompt], environments: Collection[str], *, afresh: bool = False
+    config: Config,
+    prompts: Iterable[Prompt],
+    environments: Collection[str],
+    *,
+    afresh: bool = False,
+    images: "DataImages | None" = None,
 ) -> dict[str, Schemas]:
     """Play an episode with each of the environments that these prompts use, but for those with `rehearse: false`.
 
-    Returns the tools that each has shown. Raises ConfigError.
+    images: those of the prompts, which are kept. Returns the tools that each has shown. Raises ConfigError.
     """
     wanted, firsts = {name for name in environments if is_rehearsed(config.environment, name)}, dict[str, Prompt]()
     for prompt in prompts if wanted else ():
         if prompt.environment in wanted:
+            if images is not None and prompt.environment not in firsts:
+                from megarl.environments.images import ReplyImages
+
+                sent = ReplyImages(images).sent
+                prompt = replace(prompt, messages=tuple(map(sent, prompt.messages)), images=())
             firsts.setdefault(prompt.environment, prompt)
         if len(firsts) == len(wanted):
             break

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +25,8 @@ from megarl.host.user_code import is_users_file, place_of, told
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
+    from megarl.environments.base import Maker
+    from megarl.environments.rehearsal import Schemas
     from megarl.train.rehearsal import Trial
 
 
@@ -119,7 +121,6 @@ def try_functions(trial: "Trial", teller: Teller) -> None:
 def try_episodes(trial: "Trial", teller: Teller) -> None:
     """Play an episode with each environment."""
     from megarl.environments.base import Maker, open_environments
-    from megarl.environments.rehearsal import play
 
     cfg = trial.config.environment
     for prompt in trial.prompts:
@@ -128,8 +129,7 @@ def try_episodes(trial: "Trial", teller: Teller) -> None:
             makers = open_environments(cfg, [prompt.environment])
         for name, maker in makers.items():
             with teller.trying(f"environment {name!r}", getattr(maker.factory, "reply", maker.factory)):
-                with asyncio.Runner(loop_factory=AwakeLoop) as runner:
-                    tools = runner.run(play(maker, prompt, max_turns=cfg.max_turns, reply_s=cfg.reply_timeout_s))
+                tools = _play(trial, maker, prompt, max_turns=cfg.max_turns, reply_s=cfg.reply_timeout_s)
                 teller.tell(tools={name: json.loads(json.dumps(list(tools), default=str))})
 
 
@@ -204,19 +204,29 @@ def _call_reward(trial: "Trial", teller: Teller, name: str, function: UsersObjec
             raise RehearsalError(f"{verdict.reason}; correct it")
 
 
-def _play(factory: UsersObject, key: str) -> None:
-    from megarl.environments.base import Maker
+def _play(trial: "Trial", maker: "Maker", prompt: Prompt, *, max_turns: int, reply_s: float) -> "Schemas":
+    """Play an episode; what it shows is kept apart, and opened, in a run that reads images."""
+    from megarl.data.images import DataImages
+    from megarl.environments.images import ReplyImages
     from megarl.environments.rehearsal import play
 
+    form = trial.config.data
+    images = None if form.image_key is None else DataImages.unexpanded(trial.config.model.path, form)
+    with nullcontext() if images is None else images.kept_apart(), asyncio.Runner(loop_factory=AwakeLoop) as runner:
+        return runner.run(play(maker, prompt, max_turns=max_turns, reply_s=reply_s, images=ReplyImages(images)))
+
+
+def _play_alone(trial: "Trial", factory: UsersObject, key: str) -> None:
+    from megarl.environments.base import Maker
+
     maker = Maker(factory=factory, arguments={}, process_environment=dict(os.environ), key=key, timeout_s=_LIMIT_S)
-    with asyncio.Runner(loop_factory=AwakeLoop) as runner:
-        runner.run(play(maker, made_up_prompt(key), max_turns=8, reply_s=_LIMIT_S))
+    _play(trial, maker, made_up_prompt(key), max_turns=8, reply_s=_LIMIT_S)
 
 
 def _play_agent(trial: "Trial", teller: Teller, name: str, agent: UsersObject) -> None:
     from megarl.environments.agent import AgentEnvironment
 
-    _play(functools.partial(AgentEnvironment, agent=agent), name)
+    _play_alone(trial, functools.partial(AgentEnvironment, agent=agent), name)
 
 
 def made_up_prompt(environment: str) -> Prompt:
@@ -238,7 +248,7 @@ OBJECTS = (
     ObjectKind(
         title="environment",
         is_one=lambda value: isinstance(value, type) and hasattr(value, "reply"),
-        call=lambda trial, teller, name, value: _play(value, name),
+        call=lambda trial, teller, name, value: _play_alone(trial, value, name),
     ),
 )
 _EXPECTED = (

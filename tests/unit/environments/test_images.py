@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,10 +14,14 @@ import openai
 import pytest
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.config.load import with_overrides
+from megarl.config.schema import Config
 from megarl.data.images import DataImages
 from megarl.environments import Action, Environment, Reply
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
+from megarl.errors import ConfigError, DataError
 from megarl.rollout.conversations import reading
+from megarl.run.first_checks import check_prompts
 from megarl.types import Episode, FinishReason, Message, Prompt, RowImage, Sample, SegmentSource, prompt_segment
 from megarl.types.episodes import EpisodeReply, StartRequest, TurnRequest
 from tests.helpers.agent_talk import converse
@@ -214,3 +220,40 @@ def test_agents_send_images_in_three_dialects(
         "branches_other_beginning": 1,
         "branches_asked_again": 1,
     }
+
+
+SHOWS = """
+import base64
+from megarl.environments import Environment, Reply
+from megarl.types import Message
+
+class Shows(Environment):
+    async def start(self, prompt):
+        assert prompt.messages[0].images[0].startswith("data:image/png;base64,")
+        return ()
+
+    async def reply(self, action):
+        image = base64.b64decode("IMAGE")
+        assert len(self.read_image(image)) == 64
+        return Reply(messages=(Message(role="user", content="now <image>", images=(image,)),))
+"""
+
+
+def test_a_run_with_images_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an environment shows is opened in the trial, and what rows show before it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, row = tmp_path / "shows.py", {"prompt": "see <image>", "images": [base64.b64encode(A).decode()]}
+
+    def check(shown: bytes, images: object) -> None:
+        code.write_text(SHOWS.replace("IMAGE", base64.b64encode(shown).decode()))
+        given = {**row, "images": images, "data_source": "megarl/sums", "reward_model": {"ground_truth": "1"}}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(given))
+        chosen = (f"data.train=['{tmp_path}/rows.jsonl']", "data.image_key=images", "environment.default=shows")
+        check_prompts(with_overrides(Config(), [*chosen, f"environment.entries={{shows: {{type: '{code}:Shows'}}}}"]))
+
+    check(B, row["images"])
+    with pytest.raises(ConfigError, match=r"shows\.py.*: environment 'shows': an image of a reply: the image does not"):
+        check(b"no image", row["images"])
+    with pytest.raises(DataError, match=r"rows\.jsonl.*: images\[0\]: the image does not open"):
+        check(B, [base64.b64encode(b"no image").decode()])
+    assert not list(tmp_path.glob("megarl-images-*"))
