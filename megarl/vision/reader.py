@@ -88,7 +88,13 @@ class ImageReader:
             import_torchvision()
             from transformers import AutoProcessor
 
-            self._loaded = AutoProcessor.from_pretrained(self._model)
+            loaded = AutoProcessor.from_pretrained(self._model, local_files_only=True, trust_remote_code=False)
+            if getattr(loaded.image_processor, "do_pan_and_scan", False):
+                raise ConfigError(
+                    f"{self._model}: the processor reads further cuts of an image (do_pan_and_scan), which is not "
+                    "supported; set it to false in preprocessor_config.json"
+                )
+            self._loaded = loaded
         return self._loaded
 
     def read(self, digest: str) -> ImageInputs:

@@ -141,6 +141,23 @@ def test_images_of_branches_are_read_on_these_alone(pool: GetPool, tmp_path: Pat
     assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([expected.norm], rel=1e-6)
 
 
+@pytest.mark.long
+def test_a_replica_of_texts_alone_adds_nothing_to_the_gradients_of_a_tower(pool: GetPool, tmp_path: Path) -> None:
+    """Gradients are reduced while backward goes on, for which each parameter of each replica must have one."""
+    expected = pool(1).run(ask_transformers, "qwen3_vl", tmp_path, chosen=(1, 2, 0, 7, 3, 4))[0]
+    assert [[bool(expected.rows[i].images) for i in each] for each in ([0, 4, 1, 5], [2, 3])] == [
+        [True] * 4,
+        [False] * 2,
+    ]
+    assert split_rows(6, 2) == [[[0, 4], [1, 5]], [[2], [3]]]
+    vision, layout = Vision(store=expected.store, train="all"), LAYOUTS["dp2"]
+    measured = run_ranks(
+        pool(2), expected.path, layout, tmp_path, expected.rows, MoeConfig(), "none", vision=vision, overlaps=True
+    )
+    assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
+    _assert_gradients(load_file(tmp_path / "gradients/model.safetensors"), expected)
+
+
 def test_a_frozen_tower_reads_images_and_is_not_among_the_weights(
     pool: GetPool, answers: GetAnswers, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def run_ranks(
     dtype: Literal["float32", "bfloat16"] = "float32",
     settings: Mapping[str, Any] = MappingProxyType({}),
     vision: Vision | None = None,
+    overlaps: bool = False,
 ) -> list[Measured]:
     spec = read_model_spec(path)
     specs = weight_specs(spec.with_tower(vision and vision.train), dtype)
@@ -150,7 +151,7 @@ def run_ranks(
         model=ModelConfig(path=str(path), dtype=dtype, vocab_multiple=4),
         actor=ActorConfig(
             layout=layout,
-            optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9),
+            optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9, overlap_grad_reduce=overlaps),
             moe=moe,
             recompute=recompute,
             **settings,

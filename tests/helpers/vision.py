@@ -428,16 +428,18 @@ def forked(one: Row, other: Row) -> Row:
     )
 
 
-def ask_transformers(context: RankContext, family: str, directory: Path, *, forks: bool = False) -> Answers:
+def ask_transformers(
+    context: RankContext, family: str, directory: Path, *, forks: bool = False, chosen: Sequence[int] = range(8)
+) -> Answers:
     """Run transformers row by row, in a process of its own: there it finds torchvision.
 
-    forks: return two rows as one that forks.
+    forks: return two rows as one that forks. chosen: the rows otherwise, in this order.
     """
     import_torchvision()
     from tests.helpers.family_parity import _gradients, load_transformers
 
     case = VisionCase(directory / "model", family, directory / "images")
-    rows = case.branches() if forks else case.rows()
+    rows = case.branches() if forks else [case.rows()[i] for i in chosen]
     hf, found = load_transformers(case.path), list[FloatArray]()
     num_tokens = sum(row.num_loss_tokens for row in rows)
     for row in rows:

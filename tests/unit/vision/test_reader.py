@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,16 @@ def test_what_is_no_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ConfigError, match=r"image \w+: the image does not open: cannot identify .*; expected a whole file"
     ):
         found.read(store.put(b"no image"))
+
+
+def test_further_cuts_of_an_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = SimpleNamespace(image_processor=SimpleNamespace(do_pan_and_scan=True))
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: cuts)
+    monkeypatch.setattr(reader, "import_torchvision", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"reads further cuts of an image \(do_pan_and_scan\), which is not supported"
+    ):
+        ImageReader(tmp_path, ImageStore(tmp_path)).processor  # noqa: B018
 
 
 def _turned(data: bytes) -> bytes:
