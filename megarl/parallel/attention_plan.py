@@ -74,11 +74,10 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan the attention of the sequences of a pack, given as indices into it, whose own parts have these lengths.
 
-    images: of each token of the pack, the number of the image that it shows and sees whole; 0: none.
-
     Where a row's own part is the longer one, the outputs of all its tokens are computed, by the scores of a triangle;
     else those of its own part. Sequences whose lengths, and whose first queries, differ by less than `_LENGTH_STEP`
-    share a call. Under context parallelism they share no tokens, and each call has sequences of one length.
+    share a call. Under context parallelism they share no tokens, and each call has sequences of one length. images: of
+    each token of the pack, the number of the image that it shows and sees whole; 0: none.
     """
     parts = [zigzag_indices(lengths.tolist(), cp, rank) if cp > 1 else np.arange(lengths.sum()) for rank in range(cp)]
     mine, place_of_key = parts[cp_rank], np.argsort(np.concatenate(parts))
@@ -111,24 +110,24 @@ def plan_attention(
         tokens = np.stack([row[own] for row, own in zip(rows, columns, strict=True)])
         own = zigzag_indices([width], cp, cp_rank) if cp > 1 else np.arange(start, width)
         queries = place_of_query[tokens[:, own]]
-        seen = own[:, None] >= np.arange(width) if cp > 1 or start else None
-        within = None
-        if images is not None and images[tokens].any():
-            shown = np.where(columns == np.arange(width), images[tokens], 0)
-            within = tensor((shown[:, own, None] == shown[:, None]) & (shown[:, own, None] > 0))
-        calls.append(
-            AttentionCall(
-                queries=tensor(queries),
-                keys=tensor(place_of_key[tokens]),
-                seen=None if seen is None else tensor(seen),
-                within=within,
-            )
-        )
+        seen = tensor(own[:, None] >= np.arange(width)) if cp > 1 or start else None
+        within = None if images is None else _within(images[tokens] * (columns == np.arange(width)), own, device)
+        keys = tensor(place_of_key[tokens])
+        calls.append(AttentionCall(queries=tensor(queries), keys=keys, seen=seen, within=within))
         for row, found in zip(rows, queries, strict=True):
             count = (len(row) - start) // cp
             places[found[:count]] = num_outputs + np.arange(count)
             num_outputs += len(own)
     return AttentionPlan(calls=tuple(calls), places=tensor(places))
+
+
+def _within(shown: npt.NDArray[np.int64], own: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    """Return which keys [S, n, m] queries, the tokens `own` of rows, see as those of their image; None: there are none.
+
+    shown: [S, m] the number of each token's image; 0: none.
+    """
+    queries = shown[:, own, None]
+    return torch.from_numpy((queries == shown[:, None]) & (queries > 0)).to(device) if shown.any() else None
 
 
 def gather_keys(

@@ -19,9 +19,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.parallel.attention_plan import AttentionPlan, GatheredKeys, gather_keys, plan_attention, zigzag_indices
+from megarl.parallel.pack_images import PackImage, image_numbers, images_of_pack
 from megarl.parallel.path_blocks import PathBlocks, plan_blocks
 from megarl.types import IdArray, Row
-from megarl.types.images import RowImage, rope_positions
+from megarl.types.images import rope_positions
 from megarl.types.prefixes import held_prefixes
 from megarl.types.rows import RowPath, paths_of
 
@@ -57,21 +58,6 @@ class PackSeqParams(PackedSeqParams):
     """Megatron's PackedSeqParams, which it passes to every layer, extended by the `Pack` itself."""
 
     pack: "Pack | None" = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackImage:
-    """An image of a pack. features: the numbers of its features that stand at `tokens`, among this rank's T.
-
-    whose: the row that it was found in. num_features, grid: how many features the row has places for, in which form.
-    """
-
-    digest: str
-    whose: str
-    num_features: int
-    grid: tuple[int, int] | None
-    features: torch.Tensor
-    tokens: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +143,11 @@ def pack_rows(
 ) -> Pack:
     """Pack rows into one sequence for the model.
 
-    Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
-    total length a multiple of what tensor parallelism needs. Without rows, the pack consists of the filler: a rank
-    without work must still join every collective. plans_attention: for layers whose attention is `PackedAttention`.
-    shares_prefixes: rows share the tokens with which they begin alike; not under context parallelism. gathers_keys: for
-    layers with Transformer Engine's attention, if rows share prefixes. plans_blocks: for layers whose attention is
-    `PathAttention`. replay_routing: route tokens to the experts that their rows recorded, if any. has_mrope: positions
-    have three axes. sees_whole_images: tokens of an image attend to all of it.
+    Without rows, the pack consists of the filler: a rank without work must still join every collective.
+    plans_attention: for layers whose attention is `PackedAttention`. shares_prefixes: rows share the tokens with which
+    they begin alike; not under context parallelism. gathers_keys: for those with Transformer Engine's, if rows share
+    prefixes. plans_blocks: for those with `PathAttention`. replay_routing: tokens go to the experts that their rows
+    recorded. has_mrope: positions have three axes. sees_whole_images: tokens of an image attend to all of it.
     """
     paths = paths_of(rows)
     placed = _arrange(alone := [path.row for path in paths], alignment, shares_prefixes)
@@ -172,13 +156,14 @@ def pack_rows(
     local, place = _local_places(lengths, alignment)
     predicted_at = place[predictors]
     mine = np.argsort(predicted_at, kind="stable")[np.count_nonzero(predicted_at < 0) :]
-    shares = predicted_at[mine] // (len(local) // alignment.tp)
     counted = np.stack([counting[0], place[counting[1]]])[:, place[counting[1]] >= 0]
 
     def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values).to(device).long()  # half the bytes cross
 
     packed, own_parts = [alone[i] for i in placed.order], (placed.sequences, np.diff(offsets), device)
+    tp, cp, rank = alignment.tp, alignment.cp, alignment.cp_rank
+    shown = image_numbers(packed, placed.sequences, offsets[-1]) if sees_whole_images else None
     experts, likely = _routed_experts(alone, placed) if replay_routing else None, [row.likely for row in packed]
     return Pack(
         input_ids=tensor(tokens[local])[None],
@@ -189,18 +174,11 @@ def pack_rows(
         labels=tensor(labels[mine]),
         row_index=tensor(row_index[mine]),
         column_index=tensor(column_index[mine]),
-        kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
+        kept_per_rank=tuple(np.bincount(predicted_at[mine] // (len(local) // tp), minlength=tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         counted=tensor(counted),
         shares_prefixes=shares_prefixes,
-        attention=plan_attention(
-            *own_parts,
-            cp=alignment.cp,
-            cp_rank=alignment.cp_rank,
-            images=_image_numbers(packed, placed) if sees_whole_images else None,
-        )
-        if plans_attention
-        else None,
+        attention=plan_attention(*own_parts, cp=cp, cp_rank=rank, images=shown) if plans_attention else None,
         gathered=gather_keys(*own_parts) if shares_prefixes and gathers_keys else None,
         blocks=plan_blocks(*own_parts) if plans_blocks else None,
         routed_experts=None if experts is None else tensor(experts[local]),
@@ -208,7 +186,7 @@ def pack_rows(
         likely_ids=_of_labels(packed, [e.ids if e else None for e in likely], mine, device, fill=-1),
         likely_logprobs=_of_labels(packed, [e.logprobs if e else None for e in likely], mine, device, fill=-np.inf),
         rope=tensor(_rope(packed, placed)) if has_mrope else None,
-        images=_images(packed, placed, place, device),
+        images=images_of_pack(packed, placed.sequences, offsets, place, device),
     )
 
 
@@ -229,46 +207,6 @@ def _rope(rows: Sequence[Row], placed: "_Arrangement") -> npt.NDArray[np.int64]:
     for sequence, images in zip(placed.sequences, [*(row.images for row in rows), *rest], strict=True):
         positions[:, sequence] = rope_positions(len(sequence), images)
     return positions
-
-
-def _image_numbers(rows: Sequence[Row], placed: "_Arrangement") -> npt.NDArray[np.int64]:
-    """Return of each token of a pack the number of the image that it shows, from 1 on; 0: it shows none."""
-    numbers = np.zeros(placed.offsets[-1], np.int64)
-    for row, sequence in zip(rows, placed.sequences, strict=False):
-        for image in row.images:
-            # Rows that share an image agree about its first token.
-            numbers[sequence[image.places]] = sequence[image.places[0]] + 1
-    return numbers
-
-
-def _images(
-    rows: Sequence[Row], placed: "_Arrangement", place: npt.NDArray[np.int64], device: torch.device
-) -> tuple[PackImage, ...]:
-    """Return the images of a pack, each once however often rows show it, without those of other ranks' tokens."""
-    found: dict[str, tuple[str, RowImage, list[npt.NDArray[np.int64]]]] = {}
-    for row, sequence, start in zip(rows, placed.sequences, placed.offsets, strict=False):
-        for image in row.images:
-            # Shared ones are those of the row that holds them.
-            if (at := sequence[image.places])[0] >= start:
-                found.setdefault(image.digest, (row.label, image, []))[-1].append(place[at])
-    images = []
-    for digest, (label, image, everywhere) in found.items():
-        numbers = [np.flatnonzero(at >= 0) for at in everywhere]
-        features = np.concatenate(numbers)
-        tokens = np.concatenate([at[own] for at, own in zip(everywhere, numbers, strict=True)])
-        if len(tokens):
-            made = (torch.from_numpy(each).to(device) for each in (features, tokens))
-            images.append(
-                PackImage(
-                    digest=digest,
-                    whose=f"row {label}",
-                    num_features=len(image.places),
-                    grid=image.grid,
-                    features=next(made),
-                    tokens=next(made),
-                )
-            )
-    return tuple(images)
 
 
 def _fill(

@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch.distributed import ProcessGroup
 
 from megarl.errors import ConfigError, DataError
-from megarl.parallel.packing import Pack, PackImage
+from megarl.parallel.pack_images import PackImage
+from megarl.parallel.packing import Pack
 from megarl.vision.reader import ImageReader
 from megarl.vision.torchvision_part import import_torchvision
 from megarl.weights.safetensors_headers import model_files
