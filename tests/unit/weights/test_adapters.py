@@ -32,10 +32,12 @@ _BY_PART = {f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")}
 _QWEN3_5 = _QKVO | _BY_PART | {"linear_attn.out_proj"}
 _QWEN3_5_DENSE = {"attention": _QWEN3_5, "mlp": _SWIGLU}
 _QWEN3_5_MOE = {"attention": _QWEN3_5, "mlp": _SHARED_EXPERT, "experts": _EXPERTS}
+_GLM = {"attention": _QKVO, "mlp": _SWIGLU | _SHARED_EXPERTS, "experts": _EXPERTS}
 MODULES: dict[str, dict[str, set[str]]] = {
     **dict.fromkeys(
         ("llama", "mistral", "mistral3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "seed_oss", "granite"), _DENSE
     ),
+    **dict.fromkeys(("internvl_qwen2", "internvl_qwen3"), _DENSE),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "olmo3"), _DENSE),
     "phi3": {
         "attention": {"self_attn.qkv_proj", "self_attn.o_proj"},
@@ -43,7 +45,7 @@ MODULES: dict[str, dict[str, set[str]]] = {
     },
     "qwen3_moe": {**_DENSE, "experts": _EXPERTS},
     "qwen2_moe": {"attention": _QKVO, "mlp": _SWIGLU | _SHARED_EXPERT, "experts": _EXPERTS},
-    "glm4_moe": {"attention": _QKVO, "mlp": _SWIGLU | _SHARED_EXPERTS, "experts": _EXPERTS},
+    **dict.fromkeys(("glm4_moe", "glm4v_moe"), _GLM),
     "mixtral": {"attention": _QKVO, "experts": _SPARSE},
     "minimax_m2": {"attention": _QKVO, "experts": _SPARSE},
     "granitemoe": {
