@@ -225,6 +225,9 @@ def resume_notes(checkpoint: Checkpoint, config: Config, files: RunInputs) -> li
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
     later = [step for step in torn_steps(checkpoint.path.parent) if step > checkpoint.state.step]
     notes += [f"{checkpoint_dir(checkpoint.path.parent, step)}: was not completed, and is not used" for step in later]
+    section, total = _TOTAL_STEPS[checkpoint.state.command](config)
+    if checkpoint.state.step == total:
+        notes.append(f"all {total} steps are done: only the export is written; raise {section}.total_steps to go on")
     notes += [f"changed since the checkpoint: {change}" for change in changed_settings(checkpoint.state.config, config)]
     before, now = (_next_rate(checkpoint.state, each, like=config) for each in (checkpoint.state.config, config))
     if before != now:

@@ -79,6 +79,15 @@ def test_the_same_configuration_continues(tmp_path: Path) -> None:
     assert resume_notes(checkpoint, config(tmp_path), RunInputs({})) == [f"continuing after step 4 from {path}"]
 
 
+def test_a_run_that_has_done_all_its_steps_says_so(tmp_path: Path) -> None:
+    done = replace(config(tmp_path), trainer=replace(config(tmp_path).trainer, total_steps=4))
+    save(done)
+    checkpoint = find_checkpoint(done, "train")
+    assert checkpoint is not None
+    _, note = resume_notes(checkpoint, done, RunInputs({}))
+    assert note == "all 4 steps are done: only the export is written; raise trainer.total_steps to go on"
+
+
 def test_a_layout_that_cannot_read_the_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
     def run(**layout: int) -> Config:
         return config(tmp_path, actor={"layout": layout})
