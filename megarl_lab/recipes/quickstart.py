@@ -26,7 +26,7 @@ from megarl_lab.recipes.tiny_vision_model import make_tiny_vision_model
 
 CONFIGS = PACKAGED / "run"
 RUNS = Path("runs")
-NUM_SFT, NUM_TRAIN, NUM_VAL, NUM_SFT_SQUARES = 32768, 2000, 256, 4800
+NUM_SFT, NUM_TRAIN, NUM_VAL, NUM_SFT_SQUARES = 32768, 2000, 256, 9600
 # Adapters move the model less than weights do at the same learning rate (docs/adapters.md).
 LORA_LR_FACTOR = 10.0
 

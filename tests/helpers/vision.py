@@ -24,7 +24,7 @@ from tests.helpers.rank_pool import RankContext
 
 MARKS = (
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
     *("<img>", "</img>", "<IMG_CONTEXT>", "<video>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 )
 _TEXT = {
