@@ -135,7 +135,7 @@ class HarnessEnvironment(AgentEnvironment):
             given = Assignment(task=task, workspace=workspace, home=home, base_url=base_url, options=self._options)
             launch = self._harness(given)
             mine = {**self.process_environment, **endpoint_variables(base_url), **launch.variables}
-            ended = await box.run(launch.command, text=task, variables=mine, url=base_url)
+            ended = await box.run(launch.command, stdin=task, variables=mine, url=base_url)
             ended.require_success(launch.command[0])
             passed = await self._work.passes(box)
         finally:

@@ -11,6 +11,7 @@ from megarl.environments.base import PACKAGES, Action, Reply
 from megarl.environments.parsers import ToolCall, read_calls
 from megarl.environments.tools import ToolEnvironment, ToolError
 from megarl.errors import ConfigError, DataError
+from megarl.host.http_replies import BOUNDED
 from megarl.types import Message, Prompt
 
 # Where Gym's head server is unless its configuration says otherwise.
@@ -35,7 +36,9 @@ class NemoGymEnvironment(ToolEnvironment):
         super().__init__(**arguments)
         self._name, self._head = name, head.rstrip("/")
         # Its cookies are the session.
-        self._client = httpx.AsyncClient(trust_env=False, timeout=None, verify=head.startswith("https:"))
+        self._client = httpx.AsyncClient(
+            trust_env=False, timeout=None, verify=head.startswith("https:"), event_hooks=BOUNDED
+        )
         self._row: Mapping[str, Any] = {}
         self._schemas: Sequence[Mapping[str, Any]] = ()
         self._output: list[Mapping[str, Any]] = []

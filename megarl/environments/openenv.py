@@ -14,6 +14,7 @@ from megarl.environments.base import MOST_REPLY_CHARS, PACKAGES, Action, Reply, 
 from megarl.environments.tools import KEY, ToolEnvironment, ToolError
 from megarl.errors import ConfigError
 from megarl.host.child_environment import proxy_of
+from megarl.host.http_replies import BOUNDED
 from megarl.types import Message, Prompt
 
 _FENCE = re.compile(r"```\w*\s*(.*?)\s*```", re.DOTALL)
@@ -65,7 +66,7 @@ class OpenEnvEnvironment(ToolEnvironment):
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         from websockets.asyncio.client import connect
 
-        async with httpx.AsyncClient(proxy=self._proxy, trust_env=False, timeout=None) as client:
+        async with httpx.AsyncClient(proxy=self._proxy, trust_env=False, timeout=None, event_hooks=BOUNDED) as client:
             self._form = (await client.get(f"{self._url}/schema")).raise_for_status().json()["action"]
         address = f"ws{self._url.removeprefix('http')}/ws"
         self._socket = await connect(address, proxy=self._proxy, max_size=4 * MOST_REPLY_CHARS, open_timeout=None)

@@ -49,9 +49,9 @@ class WorkSandbox(Protocol):
         """Make the workspace, a copy of the template, and an empty home."""
 
     async def run(
-        self, command: Sequence[str], *, text: str = "", variables: Mapping[str, str], url: str = ""
+        self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
     ) -> Ended:
-        """Run a program in the workspace that reads `text`, and may reach the endpoint at `url`; end all it started."""
+        """Run a program in the workspace that reads `stdin` and may reach the endpoint at `url`; end all it started."""
 
     async def read(self, path: str) -> str:
         """Return the text of a file. Raises FileNotFoundError."""
@@ -118,9 +118,9 @@ class ProcessSandbox:
             await asyncio.to_thread(shutil.copytree, self._template, workspace, symlinks=True)
 
     async def run(
-        self, command: Sequence[str], *, text: str = "", variables: Mapping[str, str], url: str = ""
+        self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
     ) -> Ended:
-        return await run_program(command, text, {**variables, "HOME": self.home}, self._scratch / "workspace")
+        return await run_program(command, stdin, {**variables, "HOME": self.home}, self._scratch / "workspace")
 
     async def read(self, path: str) -> str:
         ended = await self.run(["cat", "--", path], variables=_plain())
@@ -131,7 +131,7 @@ class ProcessSandbox:
         return ended.output.decode(errors="replace")
 
     async def write(self, path: str, text: str) -> None:
-        ended = await self.run(["sh", "-c", _WRITE, "sh", path], text=text, variables=_plain())
+        ended = await self.run(["sh", "-c", _WRITE, "sh", path], stdin=text, variables=_plain())
         ended.require_success(f"writing {path}")
 
     async def fork(self) -> Self:
@@ -182,7 +182,7 @@ class BubblewrapSandbox(_Wrapped):
             raise ConfigError(f"{KEY}.sandbox_settings.readable: {missing[0]} is not there; correct its path")
 
     async def run(
-        self, command: Sequence[str], *, text: str = "", variables: Mapping[str, str], url: str = ""
+        self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
     ) -> Ended:
         variables = {**variables, "HOME": HOME}
         words = ["bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--new-session"]
@@ -192,7 +192,7 @@ class BubblewrapSandbox(_Wrapped):
         words += [word for pair in self._binds() for word in ("--bind", *pair)]
         words += ["--chdir", WORKSPACE]
         if self._network or not url:
-            return await run_program([*words, "--", *command], text, variables, inherits=())
+            return await run_program([*words, "--", *command], stdin, variables, inherits=())
         door = str(Path(__file__).parent / "programs" / "door.py")
         words += ["--ro-bind", door, "/run/door.py", "--", sys.executable, "-I", "/run/door.py"]
         ours, theirs = socket.socketpair()
@@ -200,7 +200,7 @@ class BubblewrapSandbox(_Wrapped):
             serving = asyncio.ensure_future(chat_server().serve_sent(ours))
             words += [str(theirs.fileno()), str(urlsplit(url).port)]
             try:
-                return await run_program([*words, *command], text, variables, inherits=[theirs])
+                return await run_program([*words, *command], stdin, variables, inherits=[theirs])
             finally:
                 serving.cancel()
 
@@ -219,7 +219,7 @@ class ApptainerSandbox(_Image):
     remedy = "install Apptainer from the files of its releases"
 
     async def run(
-        self, command: Sequence[str], *, text: str = "", variables: Mapping[str, str], url: str = ""
+        self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
     ) -> Ended:
         overlay = self._scratch / "overlay"
         overlay.mkdir(exist_ok=True)
@@ -227,7 +227,7 @@ class ApptainerSandbox(_Image):
         words += [word for pair in self._binds() for word in ("--bind", ":".join(pair))]
         words += ["--home", HOME, "--pwd", WORKSPACE, self._image]
         passed = {f"APPTAINERENV_{name}": value for name, value in variables.items() if name not in ("PATH", "HOME")}
-        return await run_program([*words, *command], text, _plain() | passed)
+        return await run_program([*words, *command], stdin, _plain() | passed)
 
 
 @SANDBOXES.register("docker")
@@ -238,7 +238,7 @@ class DockerSandbox(_Image):
     remedy = "start Docker's daemon, and give this user the right to use it"
 
     async def run(
-        self, command: Sequence[str], *, text: str = "", variables: Mapping[str, str], url: str = ""
+        self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
     ) -> Ended:
         name = f"megarl-{secrets.token_hex(8)}"
         passed = {key: value for key, value in variables.items() if key not in ("PATH", "HOME")}
@@ -249,7 +249,7 @@ class DockerSandbox(_Image):
         words += ["--workdir", WORKSPACE, "--env", f"HOME={HOME}"]
         words += [word for key in passed for word in ("--env", key)]
         try:
-            return await run_program([*words, self._image, *command], text, _plain() | passed)
+            return await run_program([*words, self._image, *command], stdin, _plain() | passed)
         finally:
             # The end of its client does not end a container.
             await asyncio.shield(run_program(["docker", "rm", "--force", name], "", _plain()))

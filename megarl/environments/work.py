@@ -70,7 +70,7 @@ class Work:
             changes = await sandbox.run(diff, variables=self._variables)
             text, sandbox = changes.output.decode(errors="surrogateescape"), await self._new()
             apply = ["git", "apply", "--allow-empty", "-"]
-            applied = await sandbox.run(apply, text=text, variables=self._variables)
+            applied = await sandbox.run(apply, stdin=text, variables=self._variables)
             if tree.exit_code or changes.exit_code or applied.exit_code:
                 return False
         await _write_files(sandbox, self._prompt, CHECK_FILES)

@@ -213,7 +213,11 @@ class Row:
 
 
 def lags_of(rows: Sequence[Row]) -> tuple[int, ...]:
-    """List the lags above 0 that loss tokens of rows have, in ascending order."""
+    """List the lags above 0 that loss tokens of rows have, in ascending order.
+
+    >>> lags_of([])
+    ()
+    """
     stale = [row.quantities[LAG][row.loss_mask] for row in rows if LAG in row.quantities]
     return tuple(sorted({int(lag) for lags in stale for lag in np.unique(lags)} - {0}))
 

@@ -95,7 +95,7 @@ def test_every_client_has_the_limit() -> None:
         for node in source.nodes
         if isinstance(node, ast.Call) and called_name(node).endswith(("AsyncClient", "HttpxClient"))
     ]
-    assert len(calls) == 4
+    assert len(calls) == 6
     assert all("event_hooks=BOUNDED" in ast.unparse(call) for call in calls)
     whole = ("httpx.get", "httpx.post", "httpx.request", "httpx.Client", "urllib.request.urlopen")
     last = {name.rpartition(".")[2] for name in whole}

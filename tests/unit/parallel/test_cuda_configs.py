@@ -179,7 +179,9 @@ def test_flex_attention_is_chosen_without_transformer_engine(
     monkeypatch.setitem(backend.BACKENDS, "cuda", cuda)
     monkeypatch.setattr(backend, "platform", lambda: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(backend, "find_spec", lambda name: name if triton else None)
-    spec: Any = SimpleNamespace(dims=SimpleNamespace(latent=None, head_dim=64), score_cap=None if suits else 50.0)
+    spec: Any = SimpleNamespace(
+        dims=SimpleNamespace(latent=None, head_dim=64), score_cap=None if suits else 50.0, sees_whole_images=False
+    )
     shared = ActorConfig(share_prefixes=True, prefix_attention=wanted)
     assert backend.attends_by_blocks(shared, spec) is expected
     # Where Transformer Engine has no kernel for them either.
