@@ -116,7 +116,7 @@ MOST_LINES = {
     # 240 with programs such as Claude Code in workspaces of their own, 45 for sessions of tools that are late, 250 for
     # images in replies and requests, stop texts and histories that are read once, 380 for environments of
     # packages, 470 for sandboxes.
-    "environments": 4760,
+    "environments": 4770,
     "errors": 60,
     # Stages of several chunks in the search.
     "forecast": 1100,
@@ -151,7 +151,7 @@ MOST_LINES = {
     # 270 for the canary after syncs.
     "train": 5060,
     # 124 for images of rows, 126 for towers by their files' headers.
-    "types": 2450,
+    "types": 2480,
     "vision": 240,
     "weights": 4380,
     "megarl_answers": 2960,
@@ -160,7 +160,7 @@ MOST_LINES = {
     "megarl_lab": 6320,
     "megarl_sandbox": 3230,
 }
-MOST_LINES_TOGETHER = 98_700
+MOST_LINES_TOGETHER = 98_720
 MOST_ARROWS = 158
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 26

@@ -61,7 +61,7 @@ def test_files_are_written_and_read_in_the_workspace(kind: str, tmp_path: Path) 
         assert await box.read("src/a.py") == "x = 1\n"
         await box.write("new/b.txt", "é\n")
         assert await output(box, "cat", "new/b.txt") == "é\n"
-        assert await output(box, "cat", text="read") == "read"
+        assert await output(box, "cat", stdin="read") == "read"
         assert await output(box, "sh", "-c", "pwd; echo $HOME") == f"{box.workspace}\n{box.home}\n"
         with pytest.raises(FileNotFoundError, match=r"none: .*No such file"):
             await box.read("none")
@@ -302,8 +302,8 @@ class Remote:
     async def start(self):
         self._id = self._ask("start")["id"]
 
-    async def run(self, command, *, text="", variables, url=""):
-        found = self._ask(f"{self._id}/run", command=list(command), text=text)
+    async def run(self, command, *, stdin="", variables, url=""):
+        found = self._ask(f"{self._id}/run", command=list(command), text=stdin)
         return Ended(exit_code=found["code"], output=found["output"].encode(), errors=b"")
 
     async def read(self, path):
