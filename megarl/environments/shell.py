@@ -7,6 +7,7 @@ from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, S
 from megarl.environments.calls import LateError, attempt
 from megarl.environments.parsers import PARSERS, ToolCall, read_calls
 from megarl.environments.sandboxes import WorkSandbox
+from megarl.environments.tools import without_middle
 from megarl.environments.work import Work
 from megarl.types import Message, Prompt
 
@@ -106,7 +107,5 @@ class ShellEnvironment(Environment):
             )
         except LateError as late:
             return f"error: the command {late}"
-        text, half = ended.output.decode(errors="replace"), self._max_result_chars // 2
-        if len(text) > 2 * half:
-            text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+        text = without_middle(ended.output.decode(errors="replace"), self._max_result_chars)
         return f"{text}[exit code {ended.exit_code}]" if ended.exit_code else text or "(no output)"

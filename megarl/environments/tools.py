@@ -158,11 +158,10 @@ class ToolEnvironment(Environment):
 def _cut(message: Message, most: int) -> Message:
     """Leave out the middle of texts that are too long, and no image."""
     texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
-    half = most // len(texts) // 2
-    cut = (
-        text
-        if len(text) <= most // len(texts)
-        else f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-        for text in texts
-    )
-    return replace(message, content=IMAGE_MARK.join(cut))
+    return replace(message, content=IMAGE_MARK.join(without_middle(text, most // len(texts)) for text in texts))
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return a text, of which the middle is left out if it has more characters than `most`."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
