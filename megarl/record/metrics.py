@@ -71,6 +71,8 @@ class RunPaths:
         self.profile = root / "profile"
         # `--resume` continues from these.
         self.checkpoints = root / "checkpoints"
+        # An attempt that ended before its first checkpoint leaves what it wrote here when `--resume` begins anew.
+        self.earlier = root / "earlier"
         # The workers' output, kept when a run fails.
         self.logs = root / "logs"
 

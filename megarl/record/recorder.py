@@ -18,6 +18,7 @@ from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
+from megarl.host.streams import print_lines
 from megarl.host.unicode import plain
 from megarl.host.writing import dispensable, problem, replacing
 from megarl.record.inputs import RunInputs
@@ -96,7 +97,8 @@ class RunRecorder:
     """The object that writes a run's directory run.dir/run.name (RUN): configuration, metrics and sampled rollouts.
 
     It refuses to overwrite an earlier run. With `resumed_step`, everything that the run wrote after that step is
-    removed, because the steps are repeated.
+    removed, because the steps are repeated. With `resumes` and no step, as there is no checkpoint yet, what the earlier
+    attempt wrote is moved to RUN/earlier.
 
     lock: the ownership of the directory, which is required before each write; None where nobody else can write there.
     inputs: the files that the run computes from, which its checkpoints list.
@@ -109,6 +111,7 @@ class RunRecorder:
         lock: DirectoryLock | None = None,
         inputs: RunInputs | None = None,
         overwrite: bool = False,
+        resumes: bool = False,
         resumed_step: int | None = None,
     ) -> None:
         self._config, self._lock, self._resumed_step = config, lock, resumed_step
@@ -126,9 +129,9 @@ class RunRecorder:
                 if step_of(path) > resumed_step:
                     path.unlink()
         elif self.paths.hold_a_run():
-            if not overwrite:
+            if not (overwrite or resumes):
                 self.paths.require_unused()
-            self._remove_earlier_run()
+            self._remove_earlier_run(resumes=resumes)
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -140,9 +143,12 @@ class RunRecorder:
                 older(lines).unlink(missing_ok=True)
         write_settings(self.paths.root, config)
 
-    def _remove_earlier_run(self) -> None:
+    def _remove_earlier_run(self, *, resumes: bool) -> None:
         """Remove everything in the run directory except logs; raise ConfigError if it holds a file that this run has
         to read.
+
+        resumes: no checkpoint is whole, so that the run begins anew. If the last attempt came to a step, what it wrote
+            beside checkpoints takes the place of what an earlier one left.
         """
         config, root = self._config, self.paths.root.resolve()
         prompts = (*train_files(config.data.train), *config.data.val)
@@ -158,6 +164,9 @@ class RunRecorder:
                 )
         # The logs are those of the jobs that run here, the present one among them.
         kept = {root / self.paths.logs.name, root / self.paths.lock.name}
+        moves, earlier = resumes and self.paths.metrics.exists(), root / self.paths.earlier.name
+        if resumes and not moves:
+            kept.add(earlier)
         entries = sorted(entry for entry in set(root.iterdir()) - kept if not _leads_to_nothing(entry))
         for entry in entries:
             if entry.is_symlink() and entry.is_dir():
@@ -171,11 +180,17 @@ class RunRecorder:
                     f"{directory}: --overwrite may not remove what is there; let this user write there, or choose "
                     "another run.name"
                 )
-        for entry in entries:
+        moved = [entry for entry in entries if moves and entry not in (earlier, root / self.paths.checkpoints.name)]
+        for entry in (entry for entry in entries if entry not in moved):
             if entry.is_dir():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        for entry in moved:
+            earlier.mkdir(exist_ok=True)
+            entry.rename(earlier / entry.name)
+        if moved:
+            print_lines(f"there is no checkpoint yet; what the run wrote before is kept in {self.paths.earlier}")
 
     def require_owned(self) -> None:
         """Raise RunError if another process has taken the run's directory over; nothing more may be written there."""

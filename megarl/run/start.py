@@ -48,7 +48,7 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         derived = derive_run(config, roles, inputs.algorithm.requires())
         files = RunInputs.of(config, "train")
         checkpoint = find_checkpoint(config, "train", resume, files) if resume else None
-        with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
+        with recorded(config, lock, checkpoint, files, overwrite=overwrite, resumes=resume is not None) as recorder:
             for warning in (*inputs.warnings, *start_warnings(config)):
                 print_lines(f"warning: {warning}")
             if inputs.train.images is not None:
@@ -82,7 +82,7 @@ def train_supervised(
         derived = derive_trainer(config, command)
         files = RunInputs.of(config, command)
         checkpoint = find_checkpoint(config, command, resume, files) if resume else None
-        with recorded(config, lock, checkpoint, files, overwrite=overwrite or resume is not None) as recorder:
+        with recorded(config, lock, checkpoint, files, overwrite=overwrite, resumes=resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
                 print_lines(line)
             if inputs.images is not None:
@@ -116,7 +116,13 @@ def _heartbeat(recorder: RunRecorder, lock: DirectoryLock, command: str) -> Hear
 
 @contextlib.contextmanager
 def recorded(
-    config: Config, lock: DirectoryLock, checkpoint: Checkpoint | None, files: RunInputs, *, overwrite: bool
+    config: Config,
+    lock: DirectoryLock,
+    checkpoint: Checkpoint | None,
+    files: RunInputs,
+    *,
+    overwrite: bool,
+    resumes: bool,
 ) -> Iterator[RunRecorder]:
     """Open the run's recorder; within this context, what is written is shared as `run.share` says."""
     files.hash_in_background()
@@ -125,7 +131,7 @@ def recorded(
             print_lines(*resume_notes(checkpoint, config, files))
             forget_after(checkpoint.path.parent, checkpoint.state.step)
         step = None if checkpoint is None else checkpoint.state.step
-        yield RunRecorder(config, lock=lock, inputs=files, overwrite=overwrite, resumed_step=step)
+        yield RunRecorder(config, lock=lock, inputs=files, overwrite=overwrite, resumes=resumes, resumed_step=step)
 
 
 @contextlib.contextmanager

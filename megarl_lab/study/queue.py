@@ -278,7 +278,7 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
         files = RunInputs.of(run.config, "train")
         begun = bool(complete_steps(paths.checkpoints))
         checkpoint = find_checkpoint(run.config, "train", files=files) if begun else None
-        with recorded(run.config, lock, checkpoint, files, overwrite=True) as recorder:
+        with recorded(run.config, lock, checkpoint, files, overwrite=True, resumes=False) as recorder:
             build_trainer(inputs, cluster, recorder).fit(checkpoint)
         write_report(recorder.paths.root)
         (trained,) = load_runs([recorder.paths.root])

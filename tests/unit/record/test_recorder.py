@@ -104,6 +104,26 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     assert not (root / "old").exists()
 
 
+def test_what_ended_before_its_first_checkpoint_is_kept_when_the_run_begins_anew(tmp_path: Path) -> None:
+    """An attempt without steps takes nothing away of the one before; one with steps takes its place."""
+    root = finished_run(tmp_path)
+    for step, note in ((1, "first"), (2, "second")):
+        (root / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+        (root / "checkpoints" / "step_000001").mkdir(parents=True)
+        (root / "note").write_text(note)
+        for _ in range(2):
+            RunRecorder(config(tmp_path), resumes=True)
+            assert (root / "earlier" / "metrics.jsonl").read_text() == f'{{"step": {step}}}\n'
+            assert (root / "earlier" / "note").read_text() == note
+            assert not (root / "metrics.jsonl").exists()
+            assert not any((root / "checkpoints").glob("*"))
+            (root / "checkpoints" / "step_000001").mkdir(parents=True)
+        (root / "checkpoints" / "step_000001").rmdir()
+    (root / "metrics.jsonl").touch()
+    RunRecorder(config(tmp_path), overwrite=True)
+    assert not (root / "earlier").exists()
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a/../.."])
 def test_a_run_name_is_one_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name: got .* expected a single directory name"):
