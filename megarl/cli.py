@@ -11,14 +11,13 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
 from megarl.convert.cli import add_convert
-from megarl.errors import ConfigError, UnknownKeyError
+from megarl.errors import ConfigError, UnknownKeyError, did_you_mean
 from megarl.forecast.cli import add_plan
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.paths import expand_arguments, looked_for_here
@@ -99,7 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _complete(parser, commands)
     for name in (sys.argv[1:] if argv is None else argv)[:1]:
         if not name.startswith("-") and name not in commands.choices:
-            close = "".join(f"did you mean {each!r}? " for each in get_close_matches(name, commands.choices, n=1))
+            close = did_you_mean(name, commands.choices)
             parser.error(f"unknown command {name!r}; {close}expected one of: {', '.join(sorted(commands.choices))}")
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.

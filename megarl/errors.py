@@ -1,5 +1,19 @@
 """Define the errors that users meet. Each message says what, got, expected and the remedy, on one line."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return `did you mean 'x'? ` for the nearest name; empty if none is near.
+
+    Upper case does not count, and names of the same letters, as in `gpro`, are the nearest.
+    """
+    known = {each.casefold(): each for each in names}
+    near = get_close_matches(name.casefold(), known, n=3)
+    near.sort(key=lambda each: sorted(each) != sorted(name.casefold()))
+    return f"did you mean {known[near[0]]!r}? " if near else ""
+
 
 class ConfigError(ValueError):
     """A setting is unknown, of the wrong type, out of range, or conflicts with another one."""

@@ -4,7 +4,6 @@ Entry points name what packages install; here a user's file, which no package ha
 """
 
 import contextlib
-import difflib
 import functools
 import inspect
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, did_you_mean
 
 F = TypeVar("F")
 T = TypeVar("T")
@@ -21,9 +20,9 @@ T = TypeVar("T")
 def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
     """Return the error that lists the possible values of `key`, with the nearest name to `name` first."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return ConfigError(f"{key}: unknown {kind} {name!r}; {hint}expected one of: {', '.join(names)}")
+    return ConfigError(
+        f"{key}: unknown {kind} {name!r}; {did_you_mean(name, names)}expected one of: {', '.join(names)}"
+    )
 
 
 class RegistrationError(ValueError):

@@ -19,7 +19,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from fnmatch import filter as filter_names
 from fnmatch import fnmatch
 from functools import reduce
@@ -31,7 +30,7 @@ import yaml
 from megarl.config.parse import Tree, from_dict
 from megarl.config.part_settings import gathered
 from megarl.config.schema import Config
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, did_you_mean
 from megarl.host.masking import masked, masked_text
 from megarl.host.paths import expanded
 from megarl.host.reading import RESTORE, instead, reading
@@ -223,7 +222,7 @@ def _used_file(root: Path, group: str, name: str) -> Path:
             return path
     there = sorted({path.stem for place in places for path in place.glob("*.yaml")})
     raise ConfigError(
-        f"use.{group}: no file {name}.yaml in {' or '.join(map(str, places))}; {_nearest(name, there)}"
+        f"use.{group}: no file {name}.yaml in {' or '.join(map(str, places))}; {did_you_mean(name, there)}"
         f"there are: {', '.join(there) or 'none'}"
     )
 
@@ -235,14 +234,9 @@ def _require_file(path: Path, where: str) -> None:
     if not above.is_dir():
         raise ConfigError(f"{where}no file {path}: the directory {above} does not exist; correct the path")
     there = sorted(p.name for p in above.iterdir() if p.suffix in (".yaml", ".yml"))
-    near = _nearest(path.stem, [Path(name).stem for name in there])
+    near = did_you_mean(path.stem, [Path(name).stem for name in there])
     got = f"{path} is a directory, expected a file" if path.is_dir() else f"no file {path}"
     raise ConfigError(f"{where}{got}; {near}{above} has: {', '.join(there) or 'no YAML file'}")
-
-
-def _nearest(name: str, there: Sequence[str]) -> str:
-    close = get_close_matches(name, there, n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def packaged(path: str) -> str:

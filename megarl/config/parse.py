@@ -5,13 +5,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from megarl.config.programs import settings_of
 from megarl.config.suggest import suggest_keys
-from megarl.errors import ConfigError, UnknownKeyError
+from megarl.errors import ConfigError, UnknownKeyError, did_you_mean
 from megarl.host.masking import masked
 from megarl.host.paths import expanded
 from megarl.host.unicode import find_surrogate
@@ -109,8 +108,7 @@ def _remedy(hint: object, value: object, path: str) -> str:
     kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
     choices = [str(each) for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
     if choices:
-        close = get_close_matches(str(value), choices, n=1)
-        return f"; did you mean {close[0]!r}?" if close else "; choose one of these"
+        return f"; {did_you_mean(str(value), choices).strip() or 'choose one of these'}"
     if isinstance(value, str) and is_dataclass(hint) and ":" in value:
         return f"; {_SPACE}"
     if value is None and is_dataclass(hint):

@@ -273,7 +273,7 @@ def test_override_below_a_value(configs: Path) -> None:
 
 def test_missing_group_file_lists_what_exists(configs: Path) -> None:
     assert message(configs / "run/common.yaml", "use.algo=gpro") == (
-        f"use.algo: no file gpro.yaml in {configs}/algo or {REPO_CONFIGS}/algo; did you mean 'gspo'? "
+        f"use.algo: no file gpro.yaml in {configs}/algo or {REPO_CONFIGS}/algo; did you mean 'grpo'? "
         f"there are: {', '.join(ALGORITHMS)}"
     )
 
