@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
@@ -190,6 +191,7 @@ def _summary(cls: type) -> str:
     return " ".join((inspect.getdoc(cls) or "").split())
 
 
+@cache
 def _comments(cls: type) -> dict[str, str]:
     """Return the comments above and beside each field, inherited ones included, by the field's name."""
     found: dict[str, str] = {}
