@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SEAMS_PAGE = ROOT / "docs" / "seams.md"
 CPO_PAGE = ROOT / "docs" / "algorithms" / "cpo.md"
-MAX_LINES = 30
 
 # Two prompts: rewards 1 and 0 after one and three tokens, and twice 1 after two tokens.
 CHECK = """
@@ -86,10 +85,6 @@ def blocks(page: Path, title: str) -> list[tuple[str, str]]:
     found = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     assert len(found) == section.count("```") // 2
     return found
-
-
-def test_it_takes_few_lines() -> None:
-    assert sum(1 + text.count("\n") for _, text in blocks(CPO_PAGE, "Adding a method")) < MAX_LINES
 
 
 def add_and_run(directory: Path, page: Path, title: str, check: str) -> tuple[dict[str, Any], str]:

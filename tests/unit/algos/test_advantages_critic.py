@@ -92,16 +92,6 @@ def test_whitening_has_mean_zero_and_unbiased_variance_one(make_scored: MakeScor
     assert not got[~mask].any()
 
 
-def test_whitening_a_single_token_gives_zero(make_scored: MakeScored) -> None:
-    batch = make_scored(["a"], [1.0], torch.tensor([[True, False]]), values=f64([[0.25, 0.0]]))
-    assert compute_advantages(batch, AdvantageConfig(estimator="gae")).advantages.tolist() == [[0.0, 0.0]]
-
-
-def test_values_are_required(make_scored: MakeScored) -> None:
-    with pytest.raises(KeyError, match="values was not computed"):
-        compute_advantages(make_scored(["a"], [1.0]), AdvantageConfig(estimator="gae"))
-
-
 def test_value_metrics() -> None:
     # R − V = 0, 1, −1 (variance 1), R = 1, 2, 3 (variance 1).
     values, returns = f64([[1.0, 1.0, 4.0, 99.0]]), f64([[1.0, 2.0, 3.0, 99.0]])

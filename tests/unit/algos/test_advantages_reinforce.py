@@ -1,7 +1,6 @@
 """REINFORCE with and without group baselines: returns, and their scale over the batch or the group."""
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages import compute_advantages
-from megarl.algos.advantages.reinforce import batch_whitened, max_normalised
+from megarl.algos.advantages.reinforce import max_normalised
 from megarl.config.algo import AdvantageConfig
 from megarl.errors import DataError
 from megarl.types import ScoredBatch
@@ -84,12 +83,6 @@ def test_nothing_but_equal_groups(make_scored: MakeScored) -> None:
     assert compute_advantages(batch, cfg).advantages.tolist() == [[-0.75, -0.5]] * 2
 
 
-def test_baseline_of_single_samples_is_whitened_reward(make_scored: MakeScored) -> None:
-    # REINFORCE++: rewards 3 and 1 on two tokens each, μ = 2, σ = 1.
-    got = compute_advantages(make_scored(["a", "b"], [3.0, 1.0]), AdvantageConfig(estimator="reinforce_baseline"))
-    assert got.advantages.tolist() == [[1.0, 1.0], [-1.0, -1.0]]
-
-
 def test_plus_plus_by_hand(make_scored: MakeScored) -> None:
     # γ = 1/2 skips the third token, which is no loss token; a penalty of 1 on the first: 8/4 − 1, 8/2 and 8. Row 2: 0.
     mask = torch.tensor([[True, True, False, True], [True, False, False, False]])
@@ -105,25 +98,6 @@ def test_plus_plus_by_hand(make_scored: MakeScored) -> None:
     assert shifted[mask].tolist() == [value - mean for value in returns]
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_plus_plus_follows_its_definition(gamma: float, make_scored: MakeScored) -> None:
-    generator = torch.Generator().manual_seed(3)
-    lengths, rewards = [4, 1, 3, 5], [1.0, -0.5, 0.25, 2.0]
-    penalty = torch.rand(4, 5, generator=generator, dtype=torch.float64)
-    returns: list[float] = []
-    for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
-        of_row = [0.0]
-        for t in reversed(range(length)):
-            token_reward = (reward if t == length - 1 else 0.0) - float(penalty[i, t])
-            of_row.insert(0, token_reward + gamma * of_row[0])
-        returns += of_row[:-1]
-    mean, deviation = statistics.fmean(returns), statistics.pstdev(returns)
-    mask = lengths_mask(lengths)
-    batch = make_scored(["a", "a", "b", "c"], rewards, mask, kl_penalty=penalty)
-    got = compute_advantages(batch, AdvantageConfig(estimator="reinforce_plus_plus", gamma=gamma)).advantages
-    assert got[mask].tolist() == pytest.approx([(value - mean) / deviation for value in returns])
-
-
 def test_remax_by_hand(make_scored: MakeScored) -> None:
     # Rewards less 0.5 and 2, then what follows of −1/4 on every token.
     batch = replace(
@@ -137,12 +111,6 @@ def test_remax_by_hand(make_scored: MakeScored) -> None:
 def test_remax_needs_greedy_responses(make_scored: MakeScored) -> None:
     with pytest.raises(DataError, match=r"^row 0 \(uid 'a'\) has no number 'greedy_score' .* correct, score; collect"):
         compute_advantages(make_scored(["a"], [1.0]), AdvantageConfig(estimator="remax"))
-
-
-def test_whitening_nothing(make_scored: MakeScored) -> None:
-    batch = make_scored(["a"], [1.0], torch.zeros(1, 2, dtype=torch.bool))
-    zeros = torch.zeros(1, 2, dtype=torch.float64)
-    assert torch.equal(batch_whitened(zeros, batch, AdvantageConfig()), zeros)
 
 
 def test_max_binary_group_golden(golden: Any, check_golden: Any, make_scored: MakeScored) -> None:

@@ -1,4 +1,3 @@
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -6,9 +5,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algos import ComposedAlgorithm, build_algorithm
+from megarl.algos import build_algorithm
 from megarl.algos.build import algorithm_of
-from megarl.config import from_dict, load_config
+from megarl.config import from_dict
 from megarl.config.algo import (
     AdvantageConfig,
     AlgoConfig,
@@ -32,10 +31,7 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
             AlgoConfig(advantage=AdvantageConfig(estimator="gae0")),
             r"algo\.advantage\.estimator.*one of: .*grpo",
         ),
-        (AlgoConfig(policy_loss=PolicyLossConfig(name="ppo_clp")), r"policy_loss\.name.*mean 'ppo_clip'"),
-        (AlgoConfig(aggregation="token_mean"), r"algo\.aggregation.*did you mean 'token-mean'"),
         (AlgoConfig(kl=KLConfig(estimator="k4")), r"algo\.kl\.estimator.*one of: abs, k1, k2, k3"),
-        (AlgoConfig(kl=KLConfig(loss_estimator="k4")), r"algo\.kl\.loss_estimator.*one of: abs, k1, k2, k3"),
         (
             AlgoConfig(kl=KLConfig(where="loss", loss_coef=0.5)),
             r"algo\.kl\.loss_coef: got 0\.5, which is not read with algo\.kl\.where=loss; .*algo\.kl\.where=both",
@@ -44,7 +40,6 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
             AlgoConfig(kl=KLConfig(where="both"), advantage=AdvantageConfig(estimator="maxrl")),
             r"'maxrl' with algo\.kl\.where=both",
         ),
-        (AlgoConfig(kl=KLConfig(controller="adaptve")), r"algo\.kl\.controller.*did you mean 'adaptive'"),  # type: ignore[arg-type]
         (
             AlgoConfig(kl=KLConfig(where="reward", controller="adaptive", coef=0.0)),
             r"algo\.kl\.coef: got 0 with algo\.kl\.controller=adaptive",
@@ -69,36 +64,11 @@ def test_estimators_that_do_not_regularise_are_refused_in_the_loss(estimator: st
     build_algorithm(AlgoConfig(kl=KLConfig(where="both", estimator=estimator)), max_response_tokens=8)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "mse", "k3", "low_var_kl", "k3_straight_through"])
-def test_estimators_that_are_accepted_in_the_loss(estimator: str) -> None:
-    build_algorithm(AlgoConfig(kl=KLConfig(where="loss", estimator=estimator)), max_response_tokens=8)
-
-
 @pytest.mark.parametrize(("configured", "expected"), [(None, 64), (16, 16)])
 def test_horizon_defaults_to_the_longest_response(configured: int | None, expected: int) -> None:
     cfg = AlgoConfig(aggregation="seq-mean-token-sum-norm", aggregation_horizon_tokens=configured)
     algorithm = build_algorithm(cfg, max_response_tokens=64)
     assert algorithm.denominators([])["loss"] == expected
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_configurations_build(path: Path, tmp_path: Path) -> None:
-    run_file = tmp_path / "run" / "test.yaml"
-    run_file.parent.mkdir()
-    run_file.write_text(f"use: {{algo: {path}}}\n", encoding="utf-8")
-    cfg = load_config(run_file).algo
-    assert cfg.name == path.stem
-    build_algorithm(cfg, max_response_tokens=8)
-
-
-def test_there_is_a_configuration_for_grpo() -> None:
-    assert (CONFIGS / "grpo.yaml").is_file()
-
-
-def test_survives_pickling() -> None:
-    algorithm = build_algorithm(AlgoConfig(), max_response_tokens=8)
-    assert isinstance(algorithm, ComposedAlgorithm)
-    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
 
 
 def test_gmpo_needs_the_aggregation_of_rows_and_has_no_ratio_per_token() -> None:
@@ -123,16 +93,15 @@ def test_gspo_needs_its_aggregation() -> None:
 # --- what must fit how the run samples
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_max"])
-def test_estimators_that_compare_need_a_group(estimator: str) -> None:
-    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
-    message = (
-        rf"^rollout.num_samples: got 1, expected >= 2: the {estimator} estimator compares the samples of one prompt; "
-        r"raise it or choose another algo.advantage.estimator$"
-    )
-    with pytest.raises(ConfigError, match=message):
+def test_estimators_that_compare_need_a_group() -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="grpo"))
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.num_samples: got 1, expected >= 2: the grpo estimator compares the"
+    ):
         algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=2)))
+    alone = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
+    algorithm_of(Config(algo=alone, rollout=RolloutConfig(num_samples=1)))
 
 
 def test_sets_of_k_rows_must_be_smaller_than_the_group() -> None:
@@ -140,12 +109,6 @@ def test_sets_of_k_rows_must_be_smaller_than_the_group() -> None:
     with pytest.raises(ConfigError, match=r"^rollout.num_samples: got 4, expected >= 5: the passk estimator compares"):
         algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=4)))
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=5)))
-
-
-@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
-def test_baseline_estimators_take_single_samples(estimator: str) -> None:
-    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
-    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
 
 
 @pytest.mark.parametrize("rollout", [RolloutConfig(record=True), RolloutConfig(source="replay", replay_dir="records")])
@@ -193,9 +156,7 @@ def test_the_adaptive_coefficient_cannot_turn_negative() -> None:
     ("name", "critic", "key"),
     [
         ("grpo", {"freeze": True}, "critic.freeze: got True"),
-        ("cpo", {"optimizer": {"lr": 1e-3}}, "critic.optimizer.lr: got 0.001"),
         ("reinforce_max", {"layout": {"tp": 2}}, "critic.layout: got LayoutConfig"),
-        ("dapo", {"value_clip": None}, "critic.value_clip: got None"),
     ],
 )
 def test_settings_of_a_critic_need_one(name: str, critic: dict[str, Any], key: str) -> None:

@@ -144,19 +144,6 @@ def test_kl_in_the_reward(make_scored: MakeScored, golden: Any) -> None:
     assert got.metrics["critic/rewards/mean"] == pytest.approx(sum(rewards) / 3)
 
 
-def test_reward_kl_coefficient_0_equals_no_kl(make_scored: MakeScored) -> None:
-    batch = reward_kl_batch(make_scored)
-    zero = algorithm(kl=KLConfig(where="reward", coef=0.0))
-    got = zero.advantages(batch, zero.initial_state()).values
-    assert torch.equal(got, algorithm().advantages(batch, AlgoState()).values)
-
-
-def test_kl_in_the_loss_reports_its_coefficient(make_scored: MakeScored) -> None:
-    algo = algorithm(kl=KLConfig(where="loss"))
-    metrics = algo.advantages(make_scored(["a", "a"], [1.0, 0.0]), AlgoState(kl_coef=0.3)).metrics
-    assert metrics["actor/kl_coef"] == 0.3
-
-
 def test_two_kl_penalties_have_two_coefficients(make_scored: MakeScored) -> None:
     both = algorithm(kl=KLConfig(where="both", estimator="k1", coef=9.0, loss_estimator="k2", loss_coef=0.125))
     reward = algorithm(kl=KLConfig(where="reward", estimator="k1"))
@@ -184,11 +171,6 @@ def test_non_finite_kl_in_the_reward_is_refused(make_scored: MakeScored) -> None
 # --- after the step
 
 
-def test_without_kl_the_state_stays() -> None:
-    state = AlgoState(kl_coef=0.0)
-    assert algorithm().after_step(state, {}, 256) == state
-
-
 @pytest.mark.parametrize(("where", "metric"), [("loss", "actor/ref_kl"), ("reward", REWARD_KL), ("both", REWARD_KL)])
 def test_adaptive_coefficient_follows_the_kl_metric(where: Literal["loss", "reward", "both"], metric: str) -> None:
     algo = algorithm(kl=KLConfig(where=where, controller="adaptive", coef=0.2, target_nats=6.0))
@@ -202,8 +184,3 @@ def test_adaptive_coefficient_follows_the_kl_metric(where: Literal["loss", "rewa
         # A KL in the rewards is known in every step, critic warm-up included.
         with pytest.raises(KeyError, match=metric):
             algo.after_step(state, {}, 256)
-
-
-def test_fixed_coefficient_stays() -> None:
-    algo = algorithm(kl=KLConfig(where="loss", coef=0.2))
-    assert algo.after_step(AlgoState(kl_coef=0.2), {"actor/ref_kl": 50.0}, 256) == AlgoState(kl_coef=0.2)

@@ -58,16 +58,6 @@ def test_uniform_scores_judge_each_value_for_itself_within_a_tolerance() -> None
     assert kept_groups(groups, cfg) == [False, True, True, True]
 
 
-def test_both_filters_together() -> None:
-    cfg = FilterConfig(mean_score=(-1.0, 1.0), uniform_scores=(0.0,))
-    assert kept_groups([[0, 0], [0.5, 0], [1, 1]], cfg) == [False, True, False]
-
-
-def test_without_a_filter_everything_stays() -> None:
-    assert kept_groups([[0], [1, 1]], FilterConfig()) == [True, True]
-    assert kept_rows([], [], STRICT) == ()
-
-
 def test_demonstrations_count_only_if_asked_for() -> None:
     # q0: an always correct demonstration beside failures; q1: nothing but demonstrations.
     scores, uids = [1.0, 0.0, 0.0, 1.0, 1.0], ["q0", "q0", "q0", "q1", "q1"]
@@ -133,16 +123,10 @@ def test_scores_must_be_finite(bad: float) -> None:
         kept_rows([0.0, bad], ["a", "a"], STRICT)
 
 
-def test_a_group_of_one_cannot_be_judged_by_its_mean() -> None:
-    with pytest.raises(DataError, match=r"group 'b': got 1 row, expected all samples of the prompt, at least 2"):
-        kept_rows([0.0, 1.0, 1.0], ["a", "a", "b"], STRICT)
-
-
 @pytest.mark.parametrize(
     ("cfg", "num_samples", "message"),
     [
         (STRICT, 1, r"algo\.filter: got rollout\.num_samples=1, expected at least 2"),
-        (FilterConfig(uniform_scores=(0.0,)), 1, r"raise rollout\.num_samples or take algo\.filter away"),
         (FilterConfig(max_refills=3), 8, r"algo\.filter\.max_refills: got 3 without a filter"),
     ],
 )
@@ -175,9 +159,3 @@ def test_numbers_that_no_sample_has_are_refused(cfg: FilterConfig, message: str)
     check_filter_ranges(cfg, {"a": (-1.0, 1.0)})
     with pytest.raises(ConfigError, match=message):
         check_filter_ranges(cfg, {"a": (-1.0, 1.0), "b": (0.0, 1.0)})
-
-
-def test_accepted() -> None:
-    check_filter(FilterConfig(), num_samples=1)
-    check_filter(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), num_samples=2)
-    check_filter(FilterConfig(uniform_scores=(0.0, 1.0)), num_samples=8)

@@ -28,8 +28,10 @@ def scored() -> ScoredBatch:
     )
 
 
-@pytest.mark.parametrize("further", [{}, {"shuffled_baseline": True}, {"mi_estimator": "full_kl"}])
-@pytest.mark.parametrize("method", ["mi3", "seq_kl", "negonly_mi3", "naive"])
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [("mi3", {"shuffled_baseline": True}), ("seq_kl", {}), ("negonly_mi3", {"mi_estimator": "full_kl"}), ("naive", {})],
+)
 def test_host_and_loss_agree(method: str, further: dict[str, Any]) -> None:
     """Given the same entropies, whatever rows a micro-batch has."""
     cfg = CpoConfig(method=method, entropy_source="current", ratio_clamp=1.5, **further)
