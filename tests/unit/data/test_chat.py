@@ -6,7 +6,6 @@ its symbol U+010A comes after 94 + 12 + 82 = 188 printable ones and ten control 
 The words user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from megarl.data.chat import (
     TemplateRefusal,
     encode_chats,
     load_tokenizer,
-    long_prompt_error,
     render_chats,
     token_texts,
 )
 from megarl.data.records import Message
 from megarl.data.vocabulary import check_vocabulary
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 QUESTION = (Message(role="user", content="1+1=?"),)
@@ -44,40 +42,12 @@ def test_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerBa
     assert encode_chats(tokenizer, [other]) == [[1, 259, LINE_FEED, DIGIT_1, 2, LINE_FEED, 1, 260, LINE_FEED]]
 
 
-def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
-    message = r"row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"
-    assert re.match(message, str(long_prompt_error("row 5", len(encode_chats(tokenizer, [QUESTION])[0]), 12)))
-
-
-def test_demonstration_ends_in_eos_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    expected = [DIGIT_1, 2]
-    assert Answers(tokenizer).demonstration(QUESTION, "1") == expected
-    assert Answers(tokenizer).demonstration(QUESTION, "1<|im_end|>") == expected
-    for target in ("1<|im_end|>1", "1<|im_end|><|im_end|>", "<|im_end|>", ""):
-        with pytest.raises(DataError, match=r"row 3: the target is .* nowhere but at its end"):
-            Answers(tokenizer).demonstration(QUESTION, target, where="row 3")
-
-
-def test_think_tag_is_not_repeated_after_a_prompt_that_opens_it() -> None:
-    tokenizer = make_byte_tokenizer()
-    target = "<think>\n1"
-    whole = Answers(tokenizer).demonstration(QUESTION, target)
-    assert len(whole) == len(target) + 1
-    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    assert Answers(tokenizer).demonstration(QUESTION, target) == [DIGIT_1, 2]
-
-
 def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedTokenizerBase) -> None:
     decode = response_decoder(tokenizer)
     assert decode([262, DIGIT_1, PLUS, DIGIT_1, 263, 2, 0]) == "<answer>1+1</answer>"
     # "1 , 2" must not become "1, 2".
     assert decode(Answers(tokenizer).demonstration(QUESTION, "1 , 2")) == "1 , 2"
     assert decode([]) == ""
-
-
-def test_load_tokenizer_from_a_directory(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    assert encode_chats(load_tokenizer(tmp_path), [QUESTION])[0] == QUESTION_IDS
 
 
 def test_models_of_one_run_have_one_vocabulary(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -145,18 +115,11 @@ def rendered(directory: Path, template: str, **arguments: Any) -> str:
 
 @pytest.mark.parametrize(
     ("arguments", "opening"),
-    [({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")],
+    [({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")],
 )
 def test_arguments_are_part_of_the_template(tmp_path: Path, arguments: dict[str, Any], opening: str) -> None:
     chat = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
     assert rendered(tmp_path, QWEN3, **arguments) == chat + opening
-
-
-def test_an_argument_adds_nothing_else(tmp_path: Path) -> None:
-    """The template's own white space stays, with arguments and without."""
-    end = ": 1+1=?<|im_end|>"
-    assert rendered(tmp_path, DATED).replace("26 Jul 2024", "Monday").endswith(end)
-    assert rendered(tmp_path, DATED, date_string="Monday") == rendered(tmp_path, DATED).replace("26 Jul 2024", "Monday")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +127,6 @@ def test_an_argument_adds_nothing_else(tmp_path: Path) -> None:
     [
         ('it\'s %} "quoted" \\ and\nädd', '"it\'s %} \\"quoted\\" \\\\ and\\nädd"'),
         ({"a": [1, -2.5, None, True]}, '{"a": [1, -2.5, null, true]}'),
-        (1e-07, "1e-07"),
     ],
 )
 def test_arguments_of_every_json_type(tmp_path: Path, value: Any, written: str) -> None:
@@ -193,9 +155,10 @@ def test_texts_of_tokens_join_to_the_whole() -> None:
     assert token_texts(tokenizer, []) == []
 
 
-@pytest.mark.parametrize("written", ["{{ m.content }}", "{{ m.content | trim }}"], ids=["as it is", "stripped"])
-@pytest.mark.parametrize("thought", ["", "<think>\n"], ids=["plain", "opened"])
-@pytest.mark.parametrize("inserted", ["", "<think>\n\n</think>\n\n"], ids=["plain", "inserted"])
+@pytest.mark.parametrize(
+    ("written", "thought", "inserted"),
+    [("{{ m.content }}", "", "<think>\n\n</think>\n\n"), ("{{ m.content | trim }}", "<think>\n", "")],
+)
 def test_a_prefill_is_continued_as_the_policy_would_have_begun(written: str, thought: str, inserted: str) -> None:
     """Whether the template strips answers, opens a thought, or writes an empty one before a last answer."""
     tokenizer = make_byte_tokenizer()

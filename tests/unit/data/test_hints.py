@@ -140,14 +140,6 @@ def test_tools_stand_in_the_hinted_prompt_as_in_the_plain_one() -> None:
     assert talking == f"1 tools: buy\n{plain}"
 
 
-def test_text_of_a_solution_and_of_an_answer() -> None:
-    answer = HintConfig(source="answer")
-    assert hint_text(prompt(gold_solution="1+2", solution="other"), HintConfig()) == "1+2"
-    assert hint_text(prompt(solution="1+{2}"), HintConfig()) == "1+{2}"
-    assert hint_text(prompt(ground_truth="3"), answer) == "3"
-    assert hint_text(replace(prompt(), extra_info={"ground_truth": "4"}), answer) == "4"
-
-
 def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = HintConfig(source="demonstration")
     assert hint_text(replace(prompt(solution="1+2"), target="1+2=3\n3"), cfg) == "1+2=3\n3"
@@ -158,14 +150,7 @@ def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
         placed(tokenizer, bare, replace(cfg, on_missing="error"))
 
 
-def test_text_of_a_named_field() -> None:
-    """As verl's GSM8K files have it."""
-    gsm8k = prompt(answer="2+2 = 4\n#### 4", gold_solution="other")
-    assert hint_text(gsm8k, HintConfig(field="answer")) == "2+2 = 4\n#### 4"
-    assert hint_text(gsm8k, HintConfig(field="solution")) is None
-
-
-@pytest.mark.parametrize("extra_info", [{}, {"gold_solution": ""}, {"gold_solution": None}, {"gold_solution": " \n"}])
+@pytest.mark.parametrize("extra_info", [{}, {"gold_solution": " \n"}])
 def test_a_prompt_without_a_hint(tokenizer: PreTrainedTokenizerBase, extra_info: dict[str, Any]) -> None:
     bare = replace(asked(tokenizer, "1+2=?", uid="gsm8k:7"), extra_info=extra_info)
     assert hint_text(bare, HintConfig()) is None
@@ -176,16 +161,11 @@ def test_a_prompt_without_a_hint(tokenizer: PreTrainedTokenizerBase, extra_info:
         placed(tokenizer, bare, HintConfig(on_missing="error"))
 
 
-def test_a_hint_that_is_no_text() -> None:
-    with pytest.raises(DataError, match=r"prompt q:0: extra_info.gold_solution is int, expected a string"):
-        hint_text(prompt(gold_solution=3), HintConfig())
-
-
 # --- places
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("question", ["What is 2+2?", "\nWhat is 2+2?", "  hello", "{hint}", "\n\n"])
+@pytest.mark.parametrize("question", ["\nWhat is 2+2?", "  hello", "\n\n"])
 def test_a_question_may_begin_with_white_space(make: Any, question: str) -> None:
     tokenizer = make()
     found = placed(tokenizer, asked(tokenizer, question))
@@ -196,27 +176,13 @@ def test_a_question_may_begin_with_white_space(make: Any, question: str) -> None
     assert found.text[1] == "1+2=3"
 
 
-def test_the_tokens_are_those_of_the_whole_text() -> None:
-    """Two line feeds are one token, whether they come from the template, the hint or the question."""
-    tokenizer = merging_tokenizer()
-    merged = tokenizer.convert_tokens_to_ids("ĊĊ")
-    found = placed(tokenizer, asked(tokenizer, "\nWhy?", hint="\nBecause."))
-    assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("Hint: \nBecause.\n\nWhy?")])[0]
-    found = placed(tokenizer, asked(tokenizer, "Why?", hint="\nBecause."), HintConfig(template="{hint}"))
-    assert merged in found.token_ids
-    assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("\nBecause.Why?")])[0]
-
-
 @pytest.mark.parametrize(
     ("place", "template", "expected"),
     [
-        # Without a template, a blank line is between the hint and the other text.
         ("before_question", None, ("system:Add.", "1", "2", "1+2=3\n\n1+2=?")),
         ("after_question", None, ("system:Add.", "1", "2", "1+2=?\n\n1+2=3")),
         ("system", None, ("system:Add.\n\n1+2=3", "1", "2", "1+2=?")),
-        ("user_turn", None, ("system:Add.", "1", "2", "1+2=3\n\n1+2=?")),
         ("before_question", "Hint: {hint}\n", ("system:Add.", "1", "2", "Hint: 1+2=3\n1+2=?")),
-        ("after_question", "\n{hint}!", ("system:Add.", "1", "2", "1+2=?\n1+2=3!")),
         ("system", " {hint}", ("system:Add. 1+2=3", "1", "2", "1+2=?")),
         ("user_turn", "A: {hint}\nQ: {question} {question}.", ("system:Add.", "1", "2", "A: 1+2=3\nQ: 1+2=? 1+2=?.")),
     ],
@@ -231,17 +197,6 @@ def test_the_last_user_turn_or_the_system_turn(
     assert found.text[1] == "1+2=3"
 
 
-def test_a_system_turn_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    found = placed(tokenizer, asked(tokenizer, "1+2=?"), HintConfig(place="system"))
-    assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("system:1+2=3", "1+2=?")])[0]
-
-
-def test_texts_that_look_like_places(tokenizer: PreTrainedTokenizerBase) -> None:
-    question = asked(tokenizer, "What is {hint}?", hint="A {question}")
-    found = placed(tokenizer, question, HintConfig(place="user_turn", template="{hint}\n{question}"))
-    assert text_of(tokenizer, found).startswith("<|im_start|>user\nA {question}\nWhat is {hint}?<|im_end|>")
-
-
 # Templates as model families have them, cut to what matters here.
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
@@ -251,10 +206,6 @@ TRIMMED = (
     "<|endoftext|>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_start|>\n\n{{ m['content'] | trim }}"
     "<|im_end|>{% endfor %}"
 )
-BRACKETS = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]"
-    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
-)
 BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -263,7 +214,6 @@ BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     [
         (DEFAULT_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Six?\n 1+5=? <|im_end|>\n"),
         (TRIMMED, "<|endoftext|><|im_start|>user<|im_start|>\n\nSix?\n 1+5=?<|im_end|>"),
-        (BRACKETS, "[INST] Six?\n 1+5=? [/INST]"),
         (BARE, " Six?\n 1+5=? "),
     ],
 )
@@ -274,38 +224,7 @@ def test_any_template_has_a_place(template: str, expected: str) -> None:
     assert text_of(tokenizer, placed(tokenizer, question, HintConfig(template="{hint}\n"))) == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "turns"),
-    [
-        # It drops what users say, it refuses a system turn, there is no user turn.
-        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", ("1+2=?",)),
-        ("{% if messages[1] %}{{ raise_exception('one turn only') }}{% endif %}", ("1", "2", "3")),
-        (CHAT_TEMPLATE, ("system:Add.",)),
-    ],
-)
-def test_prompts_without_a_place(tokenizer: PreTrainedTokenizerBase, template: str, turns: Sequence[str]) -> None:
-    other = make_byte_tokenizer()
-    other.chat_template = template
-    question = asked(tokenizer, *turns)
-    found = placed(other, question)
-    assert found.missing is Missing.NO_PLACE
-    assert found.token_ids.tolist() == list(question.token_ids)
-    message = r"prompt q:0: has no hint: the chat has no user turn .* \(algo\.cpo\.hint\.place=before_question\)"
-    with pytest.raises(UserTagNotFound, match=message):
-        placed(other, question, HintConfig(on_missing="error"))
-
-
 # --- cuts
-
-
-@pytest.mark.parametrize("make", TOKENIZERS)
-def test_a_hint_is_cut_and_its_template_is_not(make: Any) -> None:
-    tokenizer = make()
-    question = asked(tokenizer, "1+2=?", hint="12345678")
-    for limit, kept in ((8, "12345678"), (7, "1234567"), (1, "1")):
-        found = placed(tokenizer, question, replace(LINE, max_tokens=limit))
-        assert text_of(tokenizer, found).startswith(f"<|im_start|>user\nHint: {kept}\n1+2=?<|im_end|>")
-        assert (found.num_hint_tokens, found.is_cut) == (limit, limit < 8)
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
@@ -324,7 +243,7 @@ def test_a_hint_leaves_room(make: Any) -> None:
         placed(tokenizer, question, replace(LINE, on_missing="error"), max_prompt_tokens=3)
 
 
-@given(st.text(max_size=12), st.integers(1, 20), st.integers(0, 60), st.sampled_from(TOKENIZERS))
+@given(st.text("aé€😀 \n", max_size=12), st.integers(1, 20), st.integers(0, 60), st.sampled_from(TOKENIZERS))
 def test_only_the_hint_is_cut(hint: str, max_tokens: int, max_prompt_tokens: int, make: Any) -> None:
     """Also within characters of several bytes, each of which is a token here."""
     tokenizer = make()
@@ -344,7 +263,7 @@ def test_only_the_hint_is_cut(hint: str, max_tokens: int, max_prompt_tokens: int
 # --- hints of other prompts
 
 
-@given(st.dictionaries(st.text(max_size=3), st.booleans(), max_size=8), st.integers(0, 5), st.randoms())
+@given(st.dictionaries(st.text("abc", max_size=3), st.booleans(), max_size=8), st.integers(0, 5), st.randoms())
 def test_donors_are_other_prompts(has_hint: dict[str, bool], seed: int, random: Any) -> None:
     hinted = {
         uid: HintedPrompt(token_ids=ids([1]), missing=None if has else Missing.NO_TEXT) for uid, has in has_hint.items()
@@ -461,22 +380,6 @@ def test_packed_golden() -> None:
 # --- rows
 
 
-def test_rows_of_a_group_have_one_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    """However long their responses are."""
-    question = asked(tokenizer, "1+2=?", hint="12345678")
-    rows = [make_row(question.token_ids, [51] * n, sample_index=n) for n in (0, 1, 5, 20)]
-    limit = len(question.token_ids) + len("Hint: \n") + 3
-    got = hinted_rows(rows, {"q:0": placed(tokenizer, question, max_prompt_tokens=limit)})
-    assert {p.text[1] for p in got.prompts} == {"12345678"[: got.prompts[0].num_hint_tokens]}
-    assert len({row.num_prompt_tokens for row in got.rows}) == 1
-    assert all(row.num_prompt_tokens <= limit for row in got.rows)
-    for row, hinted in zip(rows, got.rows, strict=True):
-        assert hinted.label == row.label
-        assert hinted.token_ids[hinted.num_prompt_tokens :].tolist() == [51] * row.num_response_tokens
-        assert hinted.loss_mask.tolist() == row.loss_mask.tolist()
-        assert not hinted.quantities
-
-
 def test_metrics_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
     """Rows with a hint, with one that is cut, and with none for each of the reasons."""
     long = "1" * 40
@@ -503,27 +406,6 @@ def test_metrics_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 # --- all prompts of a file
-
-
-def test_a_file_without_a_single_hint(tokenizer: PreTrainedTokenizerBase) -> None:
-    def error(question: Prompt, cfg: HintConfig = LINE, limit: int = 99) -> str:
-        placer = HintPlacer(tokenizer, cfg, max_prompt_tokens=limit)
-        with pytest.raises(DataError) as caught:
-            survey_hints(placer, [question]).require_some(placer)
-        return str(caught.value)
-
-    fields = {"question": "1+2=?", "answer": "1+2=3", "index": 3, "empty": " "}
-    gsm8k = replace(asked(tokenizer, "1+2=?"), extra_info=fields)
-    assert error(gsm8k) == (
-        "data.train: no prompt has a hint: expected text in extra_info.gold_solution or extra_info.solution "
-        "(algo.cpo.hint.source=solution); set algo.cpo.hint.field to a field with text, of which there are: answer, "
-        "question, or set algo.cpo.method=none"
-    )
-    assert "expected text in extra_info.reason or the column reason (algo.cpo.hint.field=reason); " in error(
-        gsm8k, HintConfig(field="reason")
-    )
-    assert "the chat has no user turn in which" in error(asked(tokenizer, "system:Add."))
-    assert "may have 9 tokens, " in error(asked(tokenizer, "1+2=?"), limit=9)
 
 
 def test_a_file_in_which_some_hints_are_missing(tokenizer: PreTrainedTokenizerBase) -> None:

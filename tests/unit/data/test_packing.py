@@ -28,18 +28,6 @@ def test_balance_is_largest_differencing() -> None:
     assert sorted(totals(lengths, bins)) == [14, 16]
 
 
-def test_numbers_of_rows_may_differ() -> None:
-    assert sorted(balance([9, 1, 5, 3], 2)) == [[0], [1, 2, 3]]
-
-
-@given(st.lists(st.integers(1, 60), min_size=64, max_size=200), st.integers(1, 8))
-def test_balance_is_within_three_percent_where_the_longest_row_allows(lengths: list[int], num_bins: int) -> None:
-    """Costs as FLOPs grow with length, linearly and by the square; there are at least eight rows per bin."""
-    costs = [200 * n + n * n for n in lengths]
-    sums = totals(costs, balance(costs, num_bins))
-    assert max(sums) <= max(1.03 * sum(costs) / num_bins, max(costs))
-
-
 @given(lengths_lists, st.integers(1, 12))
 def test_balance_properties(lengths: list[int], num_bins: int) -> None:
     bins = balance(lengths, num_bins)
@@ -52,17 +40,6 @@ def test_balance_properties(lengths: list[int], num_bins: int) -> None:
     sums = totals(lengths, bins)
     assert max(sums) - min(sums) <= max(lengths)
     assert balance(lengths, num_bins) == bins
-
-
-def test_micro_batches_by_hand() -> None:
-    # 21 tokens need three bins of 9: 6 | 5 | 4+3 | … 3 goes to the 4, the last 3 to the 5.
-    assert micro_batches([3, 6, 4, 5, 3], 9) == [[3, 4], [0, 2], [1]]
-    # 18 tokens would fit two bins of 9 by count, but of 6, 6, 6 no two fit together.
-    assert micro_batches([6, 6, 6], 9) == [[0], [1], [2]]
-    # Three of 4 in 12 tokens: one bin; more are used when asked for, the heaviest first.
-    assert micro_batches([4, 4, 4], 12) == [[0, 1, 2]]
-    assert micro_batches([4, 4, 4], 12, min_bins=2) == [[0, 2], [1]]
-    assert micro_batches([4], 12, min_bins=2) == [[0], []]
 
 
 def test_a_row_that_fits_no_micro_batch() -> None:
@@ -90,19 +67,6 @@ def test_plan_by_hand() -> None:
     assert sorted(plan) == [[[0], []], [[2], [1, 3]]]
     # By costs that weigh the 9 less, the ranks are 9+1 and 5+4.
     assert sorted(plan_micro_batches([9, 1, 5, 4], 2, 9, costs=[8, 1, 5, 4])) == [[[0], [1]], [[2], [3]]]
-
-
-def test_runs_by_hand() -> None:
-    # 7, 2+3+3 and 6: no three runs have less than 8.
-    assert runs([7, 2, 3, 3, 6], 3) == [[0], [1, 2, 3], [4]]
-    # Two runs of four equal rows; a third and a fourth bin change nothing for one row alone.
-    assert runs([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
-    assert runs([5], 3) == [[0], [], []]
-    # The second and third row cost 1 beside the first, 9 without it: 9+1+1 and 9.
-    assert runs([9, 9, 9, 9], 2, [0, 8, 8, 0]) == [[0, 1, 2], [3]]
-    # Those three cost 11; cut before the third, which then pays in full, both runs cost 10.
-    assert runs([9, 9, 9, 1], 2, [0, 8, 8, 0]) == [[0, 1], [2, 3]]
-    assert runs([9, 9, 9, 3], 2, [0, 0, 8, 0]) == [[0], [1, 2, 3]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=8), st.integers(1, 4))
@@ -137,40 +101,6 @@ def test_plan_in_runs_by_hand() -> None:
     # What is saved may weigh less than the tokens: by costs of 6+5+5 and 6+6+5, the last row of the first prompt moves.
     savings = [0, 1, 1, 1, 0, 1]
     assert plan_micro_batches([6] * 6, 2, 13, shared=shared, savings=savings) == [[[0, 1, 2]], [[3, 4, 5]]]
-
-
-def test_imbalance_by_hand() -> None:
-    # Ranks with 9 and 10 tokens, and costs of 81 and 42.
-    lengths = [9, 1, 5, 4]
-    plan = [[[0], []], [[1, 3], [2]]]
-    assert imbalance_metrics(plan, lengths, [n * n for n in lengths]) == {
-        "global_seqlen/mean": 9.5,
-        "global_seqlen/balanced_min": 9.0,
-        "global_seqlen/balanced_max": 10.0,
-        "global_seqlen/tokens_imbalance": 20 / 19,
-        "global_seqlen/flops_imbalance": 162 / 123,
-        "perf/shared_tokens_frac": 0.0,
-    }
-
-
-def test_plan_of_an_odd_row_count_may_leave_a_micro_batch_empty() -> None:
-    # Three rows of 9 for two ranks in micro-batches of 9: one rank has two, the other one and nothing.
-    plan = plan_micro_batches([9, 9, 9], 2, 9)
-    assert_partition([members for bins in plan for members in bins], 3)
-    assert sorted([len(members) for members in bins] for bins in plan) == [[1, 0], [1, 1]]
-
-
-def test_plan_with_fewer_rows_than_ranks() -> None:
-    # The other two ranks take part with an empty micro-batch.
-    plan = plan_micro_batches([9, 4], 4, 9)
-    assert sorted(plan) == [[[]], [[]], [[0]], [[1]]]
-    # One row for two ranks of an interleaved pipeline, which takes micro-batches in pairs.
-    assert sorted(plan_micro_batches([4], 2, 9, multiple=2)) == [[[], []], [[0], []]]
-
-
-def test_plan_of_nothing() -> None:
-    with pytest.raises(DataError, match="got no rows to split over data-parallel ranks"):
-        plan_micro_batches([], 2, 9)
 
 
 @given(

@@ -67,11 +67,7 @@ def test_every_kind_of_file_names_the_row(
     [
         ("'a' + 1", "TypeError: "),
         ("messages[0].content.missing.more", "'str object' has no attribute 'missing'"),
-        ("1 // (messages | length - 2)", "ZeroDivisionError: "),
         ("''.__class__.mro()", "access to attribute '__class__' of 'str' object is unsafe"),
-        ("strftime_now('%d' % 1 + 1)", "TypeError: "),
-        ("'x'.encode('nope')", "LookupError: unknown encoding: nope"),
-        ("'%(x)s' % {}", "KeyError: 'x'"),
         ("raise_exception('two\\nlines')", "two lines;"),
     ],
 )

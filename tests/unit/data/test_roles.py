@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from random import Random
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -41,7 +40,6 @@ TEMPLATES = {
         " {{ m.content.strip() }} <|im_end|>{%- endif -%}{%- endfor -%}",
         "sua",
     ),
-    "llama 3": (looped("<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|im_end|>", "<|start|>assistant"), None),
     "gemma": (
         by_role(
             {
@@ -51,10 +49,6 @@ TEMPLATES = {
             "<start>model\n",
             REFUSAL,
         ),
-        "ua",
-    ),
-    "mistral": (
-        by_role({"user": "[INST] {{ m.content }}[/INST]", "assistant": " {{ m.content }}<|im_end|>"}, ""),
         "ua",
     ),
     "mistral, system turns before the last question": (
@@ -78,19 +72,6 @@ TEMPLATES = {
         "sua",
     ),
     "an empty thought": (by_role({"user": IM, "assistant": UNTHOUGHT}, IM_PROMPT + "<think>\n\n</think>\n\n"), "ua"),
-    "phi": (looped("<|{{ m.role }}|>\n{{ m.content }}<|im_end|>\n", "<|assistant|>\n"), None),
-    "glm": (
-        by_role(
-            {
-                "system": "<|system|>\n{{ m.content }}",
-                "user": "<|user|>\n{{ m.content }}",
-                "assistant": "<|assistant|>\n{{ m.content }}<|im_end|>",
-                "observation": "<|observation|>\n{{ m.content }}",
-            },
-            "<|assistant|>\n",
-        ),
-        "suao",
-    ),
     "gpt-oss": (
         by_role(
             {
@@ -101,11 +82,6 @@ TEMPLATES = {
             "<|start|>assistant\n",
         ),
         "dua",
-    ),
-    "the first system turn alone": (
-        "{%- if messages[0].role == 'system' -%}{{ messages[0].content }}{%- endif -%}"
-        + by_role({"user": IM, "assistant": IM}, IM_PROMPT),
-        "sua",
     ),
 }
 OTHERS = ("developer", "function", "observation", "ipython", "moderator", "context", "tool", "system")
@@ -149,31 +125,10 @@ def test_the_sequences_before_do_not_change_what_is_refused(name: str, tokenizer
             return True
         return False
 
-    sequences = [each for n in range(1, 5) for each in product(("system", "user", "assistant", "tool"), repeat=n)]
+    sequences = [each for n in range(1, 4) for each in product(("system", "user", "assistant", "tool"), repeat=n)]
     check = RoleCheck(tokenizer)
     for roles in sequences:
         assert refuses(check, roles) == refuses(RoleCheck(tokenizer), roles)
-
-
-def test_many_sequences_of_roles_need_few_renderings(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rendered, draw = list[object](), Random(0)
-    monkeypatch.setattr("megarl.data.roles.render_chats", lambda *a, **k: rendered.append(a) or render_chats(*a, **k))
-    check = RoleCheck(tokenizer)
-    for _ in range(1000):
-        roles = draw.choices(("user", "assistant", "tool"), k=draw.randint(4, 12))
-        check.require(chat((*draw.choice(((), ("system",))), *roles)), "row 0", whole=True)
-    assert 10 < len(rendered) < 200
-
-
-def test_a_sequence_of_roles_is_rendered_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    check = RoleCheck(tokenizer)
-    check.require(chat(("user", "assistant")), "row 0", whole=True)
-    tokenizer.chat_template = "nothing"
-    check.require(chat(("user", "assistant"), "Others."), "row 1", whole=True)
-    with pytest.raises(DataError, match=r"^row 2: turn 0: "):
-        check.require(chat(("user",)), "row 2", whole=True)
 
 
 def test_blank_turns_and_thoughts_of_earlier_answers_may_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -181,14 +136,6 @@ def test_blank_turns_and_thoughts_of_earlier_answers_may_be_left_out(tokenizer: 
     turns = [Message(role="system", content=" "), *chat(("user", "assistant", "user", "assistant"))]
     turns[2] = Message(role="assistant", content="<think>Zq</think>so")
     SpelledSpecialTokens(tokenizer).look(turns, "row 0", whole=True)
-
-
-def test_whole_chats_open_a_thought_once(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = by_role({"user": IM, "assistant": IM.replace("\n{{", "\n<think>\n{{")}, IM_PROMPT)
-    looks, thought = SpelledSpecialTokens(tokenizer), Message(role="assistant", content="<think>a</think>b")
-    looks.look(chat(("user", "assistant")), "row 0", whole=True)
-    with pytest.raises(DataError, match=r"^row 1: turn 1: the chat template opens a thought before the answer"):
-        looks.look([*chat(("user",)), thought], "row 1", whole=True)
 
 
 WHY = "Why"
@@ -221,20 +168,20 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("ending", ["<think>\n", "<think>", "</think>", "<think>\n\n</think>\n\n"])
-def test_a_thought_is_opened_and_closed_once(ending: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("ending", ["<think>\n", "<think>", "<think>\n\n</think>\n\n"])
+def test_a_thought_is_opened_and_closed_once(ending: str, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
-    question = chat(("user",))
-    if "</think>" in ending:
-        with pytest.raises(DataError, match=r"^row 4: the answer is .* a thought that is closed already; remove"):
-            Answers(tokenizer).demonstration(question, answer, where="row 4")
-        return
-    text = tokenizer.decode(Answers(tokenizer).demonstration(question, answer, where="row 4"))
-    assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == ANSWERS[answer]
+    question, answers = chat(("user",)), Answers(tokenizer)
+    for answer, goes_on in ANSWERS.items():
+        if "</think>" in ending:
+            with pytest.raises(DataError, match=r"^row 4: the answer is .* a thought that is closed already; remove"):
+                answers.demonstration(question, answer, where="row 4")
+        else:
+            text = tokenizer.decode(answers.demonstration(question, answer, where="row 4"))
+            assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == goes_on
 
 
-@pytest.mark.parametrize("name", ["<think>\n", "<think>", "<reasoning>", "<seed:think>\n"])
+@pytest.mark.parametrize("name", ["<think>\n", "<reasoning>"])
 def test_an_answer_goes_on_with_the_thought_that_the_prompt_opens(
     name: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -250,7 +197,7 @@ def test_an_answer_goes_on_with_the_thought_that_the_prompt_opens(
             Answers(tokenizer).turns([*question, Message(role="assistant", content=answer)], [1], where="row 5")
 
 
-@pytest.mark.parametrize("ending", ["", "<think>\n", "<reasoning>"])
+@pytest.mark.parametrize("ending", ["", "<reasoning>"])
 def test_a_target_ends_the_thought_within_which_the_prefill_stops(
     ending: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -269,10 +216,3 @@ def test_a_target_ends_the_thought_within_which_the_prefill_stops(
     for answer in (": 3", f"{name}3{closing}3"):
         with pytest.raises(DataError, match=rf"^row 6: the answer is .* never ends; begin it with {closing}"):
             Answers(tokenizer).demonstration([*chat(("user",)), begun], answer, where="row 6")
-
-
-@pytest.mark.parametrize("ending", ["</think>", "<think>\n\n</think>\n\n"])
-def test_an_empty_thought_is_not_written_a_second_time(ending: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
-    ids = Answers(tokenizer).demonstration(chat(("user",)), "<think>\n\n</think>\n\nIn <think> tags.")
-    assert tokenizer.decode(ids) == "In <think> tags.<|im_end|>"

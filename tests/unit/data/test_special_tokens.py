@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megarl.config.algo import DemonstrationConfig
 from megarl.config.schema import DataConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
@@ -58,26 +57,7 @@ def test_rows_that_spell_a_special_token_are_named(tmp_path: Path, kind: str) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "warns"), [("2<|im_end|>", False), ("<|im_start|>2", True), ("2 < |im_end|>", False)]
-)
-def test_an_answer_may_have_its_end(tmp_path: Path, content: str, warns: bool) -> None:
-    """Its author may have written it, and it is written once."""
-    assert bool(warnings_of(tmp_path, {"messages": [ASKED, ANSWERED | {"content": content}]})) is warns
-
-
-def test_a_demonstration_is_looked_through_where_it_is_used(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    target = [ANSWERED | {"content": "<|im_start|>2"}]
-    path.write_text(json.dumps({**LABEL, "prompt": [ASKED], "target": target}) + "\n")
-    used = DemonstrationConfig(strategy="fixed")
-    assert PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200)).spelled.num_rows.total() == 0
-    data = PromptDataset([path], TOKENIZER, DataConfig(max_prompt_tokens=200), demonstrations=used)
-    assert "row 0: turn 1 of the role assistant has '<|im_start|>'" in data.spelled.warnings("x")[0]
-
-
-@pytest.mark.parametrize("kind", ["prompts", "chats", "pairs"])
-@pytest.mark.parametrize("mark", ["<image>", "<video>", "<|audio|>"])
+@pytest.mark.parametrize(("kind", "mark"), [("prompts", "<image>"), ("chats", "<|audio|>")])
 def test_rows_that_mark_pictures_are_named(tmp_path: Path, kind: str, mark: str) -> None:
     shown, about = ASKED | {"content": f"{mark}\nWhat is it?"}, ASKED | {"content": "Is <img> HTML? Is an image?"}
     assert warnings_of(tmp_path, *rows_of(kind, ASKED, about)) == []
