@@ -111,18 +111,6 @@ def test_a_frozen_critic_needs_a_value_head(models: Path) -> None:
         checked(models, Role.CRITIC, "policy", trainable=False)
 
 
-def test_a_model_that_is_not_there_is_named_by_its_key(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/nothing/config\.json: no such file"):
-        checked(models, Role.CRITIC, "nothing")
-
-
-def test_the_layout_must_fit_the_roles_model(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^critic\.layout\.tp: got 3, which does not divide .*num_key_value_heads=2"):
-        checked(models, Role.CRITIC, "critic", layout={"tp": 3})
-    with pytest.raises(ConfigError, match=r"^reference\.layout: 2 layers do not split over pp=3 stages"):
-        checked(models, Role.REFERENCE, "policy", layout={"pp": 3})
-
-
 class Writers:
     """Ranks that claim to have written everything, and write nothing: weights stay 0."""
 
@@ -244,12 +232,6 @@ def test_a_hub_id_is_resolved_once_for_all_that_follows(
         assert open_inputs(from_dict(Config, tree)).config.model.path == str(tmp_path / model), section
 
 
-def test_epochs_set_the_number_of_steps(models: Path, tmp_path: Path) -> None:
-    """Three passes over one prompt, one prompt per step."""
-    inputs = opened(models, tmp_path, trainer={"prompts_per_step": 1, "total_epochs": 3})
-    assert (inputs.config.trainer.total_steps, inputs.config.trainer.total_epochs) == (3, None)
-
-
 def test_kto_takes_two_held_out_pairs(models: Path, tmp_path: Path) -> None:
     """Its KL is estimated with the responses of other pairs."""
     path = tmp_path / "pairs.jsonl"
@@ -267,24 +249,6 @@ def test_kto_takes_two_held_out_pairs(models: Path, tmp_path: Path) -> None:
     assert (held_out("dpo"), held_out("kto", 2)) == (1, 2)
     with pytest.raises(DataError, match=r"^train_preference\.val: has one pair, but .*=kto estimates a KL with"):
         held_out("kto")
-
-
-def test_dropped_pairs_are_a_warning(models: Path, tmp_path: Path) -> None:
-    pairs = [{"prompt": "a", "chosen": text, "rejected": "c"} for text in ("bb", "b" * 200, "bbb")]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    for section, open_inputs in (
-        ("train_preference", open_train_preference_inputs),
-        ("train_reward", open_train_reward_inputs),
-    ):
-        settings = {"train": [str(path)], "val": [str(path)], "on_long": "drop", "batch_size": 2}
-        model = {"path": str(models / "policy"), "dtype": "float32"}
-        inputs = open_inputs(from_dict(Config, {"model": model, section: settings, **LENGTHS}))
-        assert len(inputs.train) == 2
-        assert inputs.warnings == tuple(
-            f"{section}.{name}: dropped 1 of 3 pairs over data.max_prompt_tokens or rollout.max_response_tokens"
-            for name in ("train", "val")
-        )
 
 
 def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path, tmp_path: Path) -> None:

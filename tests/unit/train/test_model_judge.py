@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import offloading
 from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
-from megarl.errors import DataError
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import (
     FinishReason,
@@ -84,13 +82,6 @@ def test_another_tokenizer_reads_the_chat_in_its_own_template() -> None:
     assert ids[-1] == own.convert_tokens_to_ids("<verdict>")
 
 
-def test_another_template_of_the_same_tokens_is_another_view() -> None:
-    own = make_byte_tokenizer()
-    own.chat_template = "{% for m in messages %}{{ m['content'] }}{{ '<|im_end|>' }}{% endfor %}"
-    encoder = ConversationEncoder(TOKENIZER, own)
-    assert own.decode(encoder.encode(prompt(), sample("#### 8<|im_end|>"))) == "5+3=?<|im_end|>#### 8<|im_end|>"
-
-
 def test_a_conversation_is_read_as_it_is_or_as_its_last_turn() -> None:
     """Another model's template is never shown a tool's output as part of the answer."""
     whole = sample("calc 5+3<|im_end|>")
@@ -161,8 +152,3 @@ def test_as_a_judge_it_waits_for_the_whole_batch() -> None:
     judged = judge.finish([judging])
     assert [reward.score for reward in judged.rewards] == [TOKENIZER(text)["input_ids"][0] for text in "89"]
     assert len(entered) == 1
-
-
-def test_a_conversation_that_is_too_long_is_named() -> None:
-    with pytest.raises(DataError, match=r"sample a/1: has 28 tokens for the reward model, expected <= 27; raise"):
-        rewards(LastTokens(), [], max_tokens=27).score(batch("x", "x" * (28 - len(prompt().token_ids))))

@@ -8,7 +8,6 @@ import pytest
 from megarl.algos.prefixes import prefix_ratios
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.generation import Sampling
-from megarl.errors import ConfigError
 from megarl.rollout.source import Prefix, SamplingPlan
 from megarl.train.prefixes import demonstration_quantities, plan_prefixes
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment, version_spans
@@ -56,18 +55,6 @@ def test_drawn_ratios_are_those_of_the_sample() -> None:
     assert [len(got["q", i].token_ids) for i in range(4)] == [int(100 * ratio) for ratio in ratios]
     other_order = plan_prefixes([WHOLE, long], cfg, step=7, num_samples=4, run_seed=3, end_token_ids=(EOS,))
     assert all(other_order["q", i] == got["q", i] for i in range(4))
-
-
-def test_no_prefixes() -> None:
-    assert plan(WHOLE, strategy="none") == {}
-    assert plan(WHOLE, strategy="random", num_prefixed=0) == {}
-    assert plan(WHOLE, strategy="random", min_ratio=0.8, keep_frac=0.0) == {}
-    assert plan(strategy="random") == {}
-
-
-def test_more_prefixes_than_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_prefixed: got 4, expected <= rollout\.num_samples=3"):
-        plan(WHOLE, strategy="random", num_prefixed=4)
 
 
 def test_a_prefix_is_cut_to_the_response_limit() -> None:

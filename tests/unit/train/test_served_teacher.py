@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.config.teacher import TeacherConfig
-from megarl.errors import ConfigError, RunError
+from megarl.errors import RunError
 from megarl.train.served_teacher import ServedTeacher
 from megarl.types import Row
 from megarl.types.forks import Fork
@@ -84,9 +84,3 @@ def test_a_server_without_log_probs_of_prompts_ends_the_run_with_the_remedy() ->
     with RewardServer(lambda body: reply(choices=[{"text": ""}])) as server, pytest.raises(RunError, match=refusal):
         asked(server, top_k=None).forward([ROW], step=1)
     assert server.requests[0]["prompt_logprobs"] == 0
-
-
-def test_a_key_that_is_not_there_is_refused_at_the_start() -> None:
-    cfg = TeacherConfig(model_path="t", servers=("http://host/v1",), api_key_env="NO_SUCH_KEY_ANYWHERE")
-    with pytest.raises(ConfigError, match=r"teacher\.api_key_env: NO_SUCH_KEY_ANYWHERE is not set"):
-        ServedTeacher(cfg, key="teacher", top_k=None)

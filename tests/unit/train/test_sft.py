@@ -13,7 +13,7 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
 from megarl.errors import ConfigError
 from megarl.train.passes import RolePasses
-from megarl.train.supervised import validate_sft
+from megarl.train.supervised import pair_metrics, validate_sft
 from megarl.train.supervised_inputs import in_steps
 from megarl.types import FloatArray, Row
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -68,3 +68,9 @@ def test_a_length_in_steps_is_left_alone() -> None:
     assert in_steps(SftConfig(batch_size=4, total_steps=5), 11, "sft")[0].total_steps == 5
     with pytest.raises(ConfigError, match=r"^sft\.batch_size: got 12, expected 1 to 11"):
         in_steps(SftConfig(batch_size=12), 11, "sft")
+
+
+def test_measures_of_held_out_pairs() -> None:
+    # Differences 1, 0, −1, of which one is in order; with margins 1, 0, −1 every likelihood is ½.
+    numbers = (np.asarray(values, np.float32) for values in ([1, 2, 3], [0, 2, 4], [1, 0, -1]))
+    assert pair_metrics(*numbers) == pytest.approx({"accuracy": 1 / 3, "margin": 0.0, "loss": math.log(2)})

@@ -34,13 +34,10 @@ def writer_at(server: RewardServer, **settings: Any) -> TeacherWriter:
 @pytest.mark.parametrize(
     ("ids", "finish", "num_common", "expected"),
     [
-        # Whichever token it stopped at, the policy's own end stands there.
         ([5, 6, 8], "stop", None, (5, 6, END)),
         ([5, 6, 7], "length", None, (5, 6, 7)),
         ([5, 20, 8], "stop", 20, (5,)),
-        # Withheld or given up: no demonstration.
         ([5, 6, 7], "content_filter", None, ()),
-        ([5, 6, 7], "abort", None, ()),
     ],
 )
 def test_an_answer_is_read_as_the_policys_tokens(
