@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.parallel.moe.routing import balance_loss, load_metrics, row_sums
 
@@ -79,30 +78,6 @@ def test_ranks_with_parts_of_a_row_add_up() -> None:
     (gradient,) = torch.autograd.grad(whole, logits, retain_graph=True)
     (summed,) = torch.autograd.grad(sum(parts), logits)  # type: ignore[arg-type]
     torch.testing.assert_close(summed, gradient)
-
-
-class Operations(TorchDispatchMode):
-    """Records the operations of torch, and whether one picks by a boolean mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names, self.masks = set[str](), False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        self.names.add(name)
-        self.masks |= name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
-        return function(*args, **(kwargs or {}))
-
-
-def test_no_host_waits_for_the_sums() -> None:
-    """As it would for the size of what a mask picks, or for a number."""
-    logits, rows = torch.randn(10, NUM_EXPERTS), torch.tensor([1, 1, 1, 0, 0, -1, 0, 0, 1, -1])
-    with Operations() as seen:
-        balance(logits, rows, 2)
-    assert "mm" in seen.names
-    assert not seen.names & {"nonzero", "masked_select", "_local_scalar_dense", "item"}
-    assert not seen.masks
 
 
 def test_metrics_by_hand() -> None:
