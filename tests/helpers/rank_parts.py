@@ -5,19 +5,9 @@ from types import SimpleNamespace
 import torch
 
 from megarl.config.schema import LayoutConfig
-from tests.helpers.head import HeadProblem, HeadResult, differentiate_head, pair_kl
+from tests.helpers.head import pair_kl
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
-
-
-def head(context: RankContext, problem: HeadProblem, rows_per_rank: int, chunk_tokens: int) -> HeadResult:
-    """The log-prob head on this rank's rows of the padded weight."""
-    from megarl.parallel.head.statistics import vocab_shard
-
-    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
-    weight = problem.padded_weight(rows_per_rank * context.world_size).chunk(context.world_size)[context.rank]
-    shard = vocab_shard(group, rows_per_rank, problem.vocab_size)
-    return differentiate_head(problem, weight, shard, chunk_tokens=chunk_tokens)
 
 
 def full_kl(
