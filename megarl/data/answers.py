@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from megarl.config.generation import RolloutConfig
 from megarl.config.models import ModelConfig
 from megarl.data.chat import render_chats
+from megarl.data.harmony import END_OF_CALL, MARKS, called_tool, in_channels, is_harmony
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form, declared_stop_tokens, stop_tokens_in, stop_tokens_of
 from megarl.data.thoughts import after_prompt, unended_thought
@@ -41,7 +42,7 @@ class Answers:
         further: the ends that config.json names, besides those that engines read.
         """
         self._tokenizer, self._form = tokenizer, answer_form(tokenizer)
-        self._lead = self._form.lead or ""
+        self._lead, self._has_channels = self._form.lead or "", is_harmony(tokenizer)
         self.stop_tokens = stop_tokens_of(
             tokenizer, self._form, declared=(*declared, *further), stop=stop, stop_token_ids=stop_token_ids
         )
@@ -77,7 +78,7 @@ class Answers:
 
         of_data: answers of a file are trained, not those of the policy alone.
         """
-        if of_data and self._form.inserted:
+        if of_data and self._form.inserted and not self._has_channels:
             yield (
                 f"model.path: between a prompt and its answer the chat template writes {self._form.inserted!r:.80} in "
                 "whole chats; answers are trained as they stand in the data, without it; write it into them if the "
@@ -132,7 +133,7 @@ class Answers:
         begun = messages[-1].content if messages[-1].role == "assistant" else ""
         text = self._text(answer.content, opening, where, begun)
         if messages[-1].role == "assistant":
-            text += self.stop_tokens.tails[0]
+            text += self._tails(begun + text)[0]
         else:
             text = self._last(text, opening, self._closed([*messages, answer], where))
         ids = encode_pieces(self._tokenizer, [opening, text])[1]
@@ -185,6 +186,8 @@ class Answers:
         """
         if not content.strip() or self.stop_tokens.tails[0].strip() in content:
             raise self._target_error(content, where)
+        if self._has_channels and not begun:
+            content = in_channels(content)
         text, mark = after_prompt(content, opening), unended_thought(content, opening, begun)
         problem = f"{where}: the answer is {content[:80]!r}, but the chat template's prompt ends with {opening[-20:]!r}"
         if text is None:
@@ -202,9 +205,13 @@ class Answers:
             raise self._target_error(content, where)
         return text
 
+    def _tails(self, text: str) -> tuple[str, ...]:
+        """Return the texts that may end an answer: those of `stop_tokens`, but for a call in harmony."""
+        return (END_OF_CALL,) if self._has_channels and called_tool(text) else self.stop_tokens.tails
+
     def _last(self, text: str, opening: str, closed: str) -> str:
         """Return the last answer with its end, as the template has it in the chat `closed` if it repeats the answer."""
-        tails = self.stop_tokens.tails
+        tails = self._tails(text)
         # Many templates strip the answers that they repeat.
         for answer in (self._lead + text, self._lead + text.strip()):
             for tail in (*tails, self._form.tail):
@@ -221,7 +228,7 @@ class Answers:
                 f"from {following[: len(opening)][-80:]!r}; {remedy}"
             )
         for answer in (self._lead + text, self._lead + text.strip()):
-            for tail in self.stop_tokens.tails:
+            for tail in self._tails(text):
                 if following.startswith(opening + answer + tail):
                     return answer + tail
         raise DataError(
@@ -248,7 +255,7 @@ def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence
 
     It has no marks of a chat's turns, no unnamed special token at its end, where engines stopped, and not the token
     that ends an answer, even if the tokenizer does not call it special. Other special tokens are words of the policy,
-    such as those around thoughts, answers and calls of tools.
+    such as those around thoughts, answers and calls of tools, and those of channels (`megarl.data.harmony`).
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -262,7 +269,9 @@ def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence
     spans = {mark for mark in special.values() if mark.replace("/", "", 1) in closed} - named
     written = form.before + form.tail + form.rest + form.next_tail
     lone = {id for id, mark in special.items() if mark not in spans}
+    kept_marks = MARKS if is_harmony(tokenizer) else ()
     dropped = {id for id in lone if special[id] in named or special[id] in written} | {form.end_id}
+    dropped -= {id for id, mark in special.items() if mark in kept_marks}
 
     def decode(ids: Sequence[int]) -> str:
         end = len(ids) - (bool(ids) and ids[-1] in lone)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
+from megarl.data.harmony import in_channels, is_harmony, template_fields
 from megarl.data.thoughts import after_prompt, has_thought
 from megarl.data.tokenizer_files import check_copies, parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -135,22 +136,29 @@ def render_chats(
 ) -> list[str]:
     """Render chats as text with the chat template. For arguments and errors see `encode_chats`."""
     require_tools(tokenizer, tools)
+    has_channels = is_harmony(tokenizer)
 
     def rendered(part: Sequence[Sequence[Message]]) -> list[str]:
         texts: list[str] = []
         for is_open, group in groupby(part, key=lambda chat: prefill and chat[-1].role == "assistant"):
             chats = list(group)
-            found = written(chats, opened=add_generation_prompt and not is_open, continued=is_open)
-            if is_open:
-                prompts = written([chat[:-1] or chat for chat in chats], opened=True)
-                answers = [chat[-1].content for chat in chats]
-                found = [_continued(*each) for each in zip(prompts, answers, found, strict=True)]
-            texts += found
+            if not is_open:
+                texts += written(chats, opened=add_generation_prompt)
+                continue
+            prompts, answers = (
+                written([chat[:-1] or chat for chat in chats], opened=True),
+                [c[-1].content for c in chats],
+            )
+            if has_channels:
+                texts += [prompt + in_channels(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+            else:
+                whole = written(chats, opened=False, continued=True)
+                texts += [_continued(*each) for each in zip(prompts, answers, whole, strict=True)]
         return texts
 
     def written(part: Sequence[Sequence[Message]], *, opened: bool, continued: bool = False) -> list[str]:
         texts: list[str] = tokenizer.apply_chat_template(
-            [[_as_turn(message) for message in chat] for chat in part],
+            [[_as_turn(message, has_channels=has_channels) for message in chat] for chat in part],
             tokenize=False,
             add_generation_prompt=opened,
             continue_final_message=continued,
@@ -170,9 +178,11 @@ def render_chats(
         raise
 
 
-def _as_turn(message: Message) -> dict[str, object]:
-    """Return a turn as templates take it: one with images as a list of parts."""
+def _as_turn(message: Message, *, has_channels: bool) -> dict[str, object]:
+    """Return a turn as templates take it: one with images as a list of parts, one in channels as fields."""
     turn: dict[str, object] = {**message.as_dict()}
+    if has_channels and message.role == "assistant":
+        turn |= template_fields(message.content)
     if message.images:
         turn["content"] = message.parts(lambda image: {"type": "image"})
     return turn

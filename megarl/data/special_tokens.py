@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.data.harmony import is_harmony
 from megarl.data.roles import RoleCheck
 from megarl.data.stop_tokens import answer_form
 from megarl.types import Message
@@ -41,7 +42,7 @@ class SpelledSpecialTokens:
         form = answer_form(tokenizer)
         special = special_tokens_of(tokenizer, form.before + form.tail + form.rest + form.next_tail).pattern
         self._marks = re.compile(rf"(?P<special>{special})|(?P<media><\|?(?:image|video|audio)\|?>)")
-        self._roles = RoleCheck(tokenizer)
+        self._roles, self._has_channels = RoleCheck(tokenizer), is_harmony(tokenizer)
         self.num_rows, self._first = Counter[str](), dict[str, str]()
 
     def look(
@@ -56,6 +57,8 @@ class SpelledSpecialTokens:
         for chat in (messages, rejected) if whole and rejected else (messages,):
             self._roles.require(chat, where, whole=whole)
         for number, message in enumerate((*messages, *rejected[-1:])):
+            if self._has_channels and message.role == "assistant":
+                continue
             for found in self._marks.finditer(message.content):
                 if found.lastgroup == "media" and message.images:
                     continue

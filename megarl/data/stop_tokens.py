@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import TemplateRefusal, render_chats
+from megarl.data.harmony import END_OF_CALL, is_harmony
 from megarl.data.pieces import encode_pieces
 from megarl.errors import ConfigError
 from megarl.host.reading import MODEL_REMEDY, read_object
@@ -180,7 +181,8 @@ def stop_tokens_of(
             f"text {tokenizer.decode(texts[:1])!r} in this tokenizer, so that engines would cut answers there; "
             f"correct it: the tokenizer's end is {eos}, {tokenizer.eos_token!r}"
         )
-    known = tuple(dict.fromkeys([eos, *declared]))
+    calls = [tokenizer.convert_tokens_to_ids(END_OF_CALL)] if is_harmony(tokenizer) else []
+    known = tuple(dict.fromkeys([eos, *declared, *calls]))
     shown = (*known, *stop_token_ids, *(() if form.end_id is None else (form.end_id,)))
     name = {token: tokenizer.convert_ids_to_tokens(token) or f"token {token}" for token in shown}
     if form.end_id is not None:

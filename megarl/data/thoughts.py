@@ -2,6 +2,7 @@
 
 import re
 
+from megarl.data.harmony import read_channels, split_channels
 from megarl_answers.thoughts import CLOSING, OPENING, partner
 
 _BEGINNING = re.compile(rf"\s*({OPENING})", re.IGNORECASE)
@@ -30,11 +31,14 @@ def opens_twice(text: str) -> bool:
 
 
 def split_thought(answer: str) -> tuple[str, str]:
-    """Return the thought with which an answer begins, which its prompt may have opened, and the rest, without marks.
+    """Return the thought with which an answer begins, which its prompt may have opened, and the rest, without marks; of
+    channels, the thoughts and what is shown.
 
     >>> split_thought("<think>2 and 2</think>\\n4"), split_thought("2 and 2</think>4"), split_thought("4")
     (('2 and 2', '4'), ('2 and 2', '4'), ('', '4'))
     """
+    if read_channels(answer):
+        return split_channels(answer)
     begun = _BEGINNING.match(answer)
     closing = re.escape(partner(begun[1])) if begun else CLOSING
     start = begun.end() if begun else 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
+from megarl.data.harmony import END_OF_CALL, called_tool, is_harmony
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.special_tokens import special_tokens_of
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form
@@ -38,7 +39,9 @@ class InterTurnTokens:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Check the template with a user's reply; ConfigError if it writes no special token after an answer."""
-        self._tokenizer, self._end = tokenizer, answer_form(tokenizer).end_id
+        self._tokenizer, self._ends = tokenizer, [answer_form(tokenizer).end_id]
+        if is_harmony(tokenizer):
+            self._ends.append(tokenizer.convert_tokens_to_ids(END_OF_CALL))
         self._special_tokens = re.compile(r"(?!)")
         before, after = self._around_end([QUESTION])
         self._special_tokens = special_tokens_of(tokenizer, after)
@@ -60,20 +63,21 @@ class InterTurnTokens:
         content = self._special_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", readable(message.content))
         return replace(message, content=content)
 
-    def between(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
+    def between(self, replies: Sequence[Message], *, last_token: int, turn: str = "") -> list[int]:
         """Return the tokens from an answer to the next one, with `replies`, made `plain`, between them.
 
-        last_token: the answer's last token. An answer without the mark that ends it, since it was cut or ended by a
-        stop string, gets one first. Some templates have no such mark, and the policy ends a turn with that of the next
-        speaker; others end the last answer of a chat with another mark than those before it. Raises DataError if the
-        template refuses a role of the replies.
+        turn: the answer, as some templates repeat the name of the tool that it calls. last_token: the answer's last
+        token. An answer without the mark that ends it, since it was cut or ended by a stop string, gets one first. Some
+        templates have no such mark, and the policy ends a turn with that of the next speaker; others end the last
+        answer of a chat with another mark than those before it. Raises DataError if the template refuses a role of the
+        replies.
         """
-        ids = encode_pieces(self._tokenizer, self._around_end(replies))[1]
-        return ids[1:] if last_token in (ids[0], self._end) else ids
+        ids = encode_pieces(self._tokenizer, self._around_end(replies, turn))[1]
+        return ids[1:] if last_token in (ids[0], *self._ends) else ids
 
-    def follows(self, replies: Sequence[Message]) -> str:
+    def follows(self, replies: Sequence[Message], *, turn: str = "") -> str:
         """Return the text of which `between` has the tokens, with the mark that ends the answer."""
-        return self._around_end(replies)[1]
+        return self._around_end(replies, turn)[1]
 
     def own_texts(
         self,
@@ -112,7 +116,7 @@ class InterTurnTokens:
     def require_reply(self, role: str) -> None:
         """Raise ConfigError unless the template writes replies of a role, before a conversation depends on it."""
         try:
-            _, after = self._around_end([replace(_REPLY, role=role)])
+            _, after = self._around_end([replace(_REPLY, role=role)], _call("probe"))
         except DataError as error:
             raise ConfigError(f"environment.tool_role: {error}") from error
         if _REPLY.content not in after:
@@ -129,10 +133,13 @@ class InterTurnTokens:
         """Return the text of a chat up to where the assistant speaks next."""
         return render_chats(self._tokenizer, [messages], tools=tools, places=["the conversation"])[0]
 
-    def _around_end(self, replies: Sequence[Message]) -> tuple[str, str]:
+    def _around_end(self, replies: Sequence[Message], turn: str = "") -> tuple[str, str]:
         """Return the text of a conversation up to the end of the answer, and that from its end to the next answer."""
+        reads_call = is_harmony(self._tokenizer) and any(reply.role == "tool" for reply in replies)
+        tool = called_tool(turn) if reads_call else ""
+        said = replace(ANSWER, content=_call(tool)) if tool else ANSWER
         try:
-            (text,) = render_chats(self._tokenizer, [[QUESTION, ANSWER, *map(self.plain, replies)]])
+            (text,) = render_chats(self._tokenizer, [[QUESTION, said, *map(self.plain, replies)]])
         except TemplateRefusal as error:
             roles = sorted({message.role for message in replies})
             remedy = "set environment.tool_role=user" if "tool" in roles else "give the model another template"
@@ -146,5 +153,10 @@ class InterTurnTokens:
                 "follows; conversations of several turns need a template that keeps all of them"
             )
         # Some templates pad answers with spaces.
-        between = after.lstrip(" ")
+        between = after[max(after.find(END_OF_CALL), 0) :] if tool else after.lstrip(" ")
         return text.removesuffix(between), between
+
+
+def _call(tool: str) -> str:
+    """Return a turn in harmony that calls a tool, with the probe's text as its argument."""
+    return f'<|channel|>commentary to=functions.{tool}<|message|>{{"text": "{ANSWER.content}"}}'

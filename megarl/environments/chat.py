@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from megarl.data.harmony import read_channels
 from megarl.data.thoughts import split_thought
 from megarl.environments.base import Action, SideRequest, TokenCounter
 from megarl.environments.chat_requests import (
@@ -239,11 +240,10 @@ class Chat:
         except (ValueError, RecursionError):
             functions = []
         if not functions or any(call.error for call in calls):
-            # A call that cannot be read or sent is none; the agent gets the text.
-            calls = []
+            calls = []  # One that cannot be read or sent is none; the agent gets the text.
         for call in calls:
             content = content.replace(call.source, "", 1)
-        thought, content = split_thought(content) if asked.has_thoughts else ("", content)
+        thought, content = split_thought(content) if asked.has_thoughts or read_channels(content) else ("", content)
         message: dict[str, Any] = {"role": "assistant", "content": content.strip() or None if calls else content}
         if thought:
             message["reasoning"] = thought
@@ -255,7 +255,7 @@ class Chat:
         answer = read_message(message, "the answer")
         self._ends[name] = place, answer
         self._answered.setdefault(self._tree.add(answer, place), []).append((action.turn, asked.tools))
-        if calls or thought or stop:
+        if content != action.text:
             self._texts[answer] = action.text
         if calls:
             self._calling[answer.call_ids] = answer

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from megarl.data.harmony import read_channels
 from megarl.registry import Registry
 
 
@@ -83,6 +84,18 @@ def parse_llama(text: str) -> list[ToolCall]:
         calls.append(replace(_from_json(text[:end]), source=text.removesuffix(rest)))
         text = rest
     return calls
+
+
+@PARSERS.register("harmony")
+def parse_harmony(text: str) -> list[ToolCall]:
+    """Read calls as gpt-oss writes them: messages to functions.NAME, whose text is the arguments as JSON.
+
+    >>> parse_harmony('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}')[0].arguments
+    {'a': 1}
+    """
+    calls = [each for each in read_channels(text) if each.tool]
+    bodies = [json.dumps({"name": each.tool, "arguments": each.text}) for each in calls]
+    return [replace(_from_json(body), source=each.source) for body, each in zip(bodies, calls, strict=True)]
 
 
 @PARSERS.register("python")

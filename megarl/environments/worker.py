@@ -227,7 +227,9 @@ class EnvironmentWorker:
             )
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
-        ids, render, num_repeated = inter_turn.between(messages, last_token=last_token), inter_turn.follows, 0
+        turn, num_repeated = chat[-1].content, 0
+        ids = inter_turn.between(messages, last_token=last_token, turn=turn)
+        render: Callable[[Sequence[Message]], str] = partial(inter_turn.follows, turn=turn)
         if is_rendered:
             written, whole = inter_turn.text(chat[:-1], tools) + chat[-1].content, partial(inter_turn.text, tools=tools)
             if not whole(live.chat).startswith(written):

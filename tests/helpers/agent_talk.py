@@ -80,7 +80,8 @@ async def converse(
         texts = [*texts, *(said.pop(0) for _ in beside)]
         for text in texts:
             is_cut = text.endswith("…")
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ([] if is_cut else [END])
+            end = [] if is_cut or text.endswith("<|call|>") else [tokenizer.eos_token_id]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
             tries.append(TurnRequest(token_ids=ids, turn=number, is_cut=is_cut, num_before=len(talk.tokens)))
             number += 1
             talk.tokens += ids

@@ -157,6 +157,14 @@ def test_what_goes_wrong_in_a_tool_is_said_to_the_policy(text: str, said: str) -
             [("python", {"code": "print(1)\n"}), ("python", {"code": "x\n"})],
         ),
         ("python", "```\nprint(1)\n```", []),
+        ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}', [("f", {"a": 1})]),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>{}<|end|><|start|>assistant to=g<|channel|>commentary json<|message|>{}",
+            [("g", {})],
+        ),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>[1]", [("", {})]),
+        ("harmony", "<|channel|>commentary<|message|>I call f.<|end|><|start|>assistant<|channel|>final", []),
     ],
 )
 def test_parsers_read_the_forms_of_their_families(parser: str, text: str, found: Sequence[tuple[str, object]]) -> None:
@@ -197,7 +205,8 @@ PIECES = (
     "<tool_call>", "</tool_call>", "```python\n", "```py", "```", "\n", " " * 40, '{"name": ', '"add"', '"\\ud83d"',
     ', "arguments": ', ', "parameters": ', '{"a": 1, "b": 2}', '{"a":' * 3000, "[" * 3000, "1" * 5000, "NaN", "null",
     "-Infinity", "1e999", "}", "]", ";", '"', "\\", "'", "<|python_tag|>", "\x00", "\u2028", "\ud83d", "\U0001f600",
-    "<function=add>", "</function>", "<parameter=a>", "</parameter>", "add", "<arg_key>a</arg_key>", "<arg_value>",
+    "<|channel|>", " to=functions.add", "<|message|>", "<|start|>", "<|end|>", "<function=add>", "</function>",
+    "<parameter=a>", "</parameter>", "add", "<arg_key>a</arg_key>", "<arg_value>",
     '{"name": "add", "arguments": "{}"}', '{"name": 5, "arguments": []}', '{"name": "add", "name": "f"}', "calc 1*2",
 )  # fmt: skip
 
