@@ -1,5 +1,6 @@
 """The head beside recorded heads against formulas that were written without sight of our code, on random cases."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megarl.parallel.head.distill import DistilledLogprobs, vocab_parallel_diver
 from megarl.parallel.head.logprobs import HeadOptions
 from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.statistics import vocab_shard
+from megarl.rollout.nucleus import nucleus_of
 from megarl.types.objectives import HeadMeasure
 from tests.helpers import offpolicy_oracle as oracle
 from tests.helpers.exact_centering import Weight, gradient
@@ -114,6 +116,66 @@ def test_score_centering(truncates: bool, seed: int, count: int) -> None:
         # What float64 may lose says little only where terms cancel.
         num_gradients += int((np.abs(exact) > 1e6 * doubt).sum())
     assert num_gradients > 10 * count
+
+
+def cut(q: Tensor, *, top_k: int = 8, top_p: float = 1.0) -> Tensor:
+    """What is left of probabilities [V]: the likeliest k, then as few of these as have a share p."""
+    order = q.argsort(descending=True)[:top_k]
+    left = q[order] / q[order].sum()
+    order = order[left.cumsum(0) - left < top_p]
+    return torch.zeros_like(q).index_copy(0, order, q[order] / q[order].sum())
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 6, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize(("weight", "low", "high"), [rule[:3] for rule in RULES])
+def test_the_expected_update_of_a_constant_advantage_over_what_truncation_left(
+    weight: str, low: float | None, high: float | None, truncation: dict[str, Any]
+) -> None:
+    """Of all tokens that could be sampled from a vocabulary of 8, each with its probability, it is 0 at every logit.
+
+    As engines record them: the sampled token, then all of the vocabulary, with −∞ at what was left out.
+    """
+    given: Any = weight
+    cfg = PolicyLossConfig(name="score_centering", center_weight=given, center_low=low, center_high=high)
+    generator, bias = torch.Generator().manual_seed(8), 0.0
+    for _ in range(5):
+        logits, noise = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+        leaf, q = (logits / 2).requires_grad_(), cut((logits / 2 + noise).softmax(0), **truncation)
+        left, order = q.nonzero()[:, 0], q.argsort(descending=True)
+        assert len(left) < 8
+        ids = torch.cat([left[:, None], order.expand(len(left), 8)], 1)
+        nucleus, sampled, head = nucleus_of(ids.numpy(), q.log()[ids].numpy())
+        out = vocab_parallel_divergence(
+            leaf.expand(len(left), 8),
+            torch.eye(8, dtype=torch.float64),
+            left,
+            shard=vocab_shard(ONE_RANK, 8, 8),
+            teacher=RecordedHead(
+                logprobs=torch.from_numpy(head.logprobs),
+                ids=torch.from_numpy(head.ids).long(),
+                measure=Centering.of(cfg),
+            ),
+            options=HeadOptions(chunk_tokens=3),
+            nucleus=torch.from_numpy(nucleus).long(),
+        )
+        torch.testing.assert_close(torch.from_numpy(sampled), q[left].log())
+        x = PolicyLossInputs(
+            logprobs=out.logprobs[None],
+            old_logprobs=torch.zeros(1, len(left), dtype=torch.float64),
+            advantages=torch.ones(1, len(left), dtype=torch.float64),
+            loss_mask=torch.ones(1, len(left), dtype=torch.bool),
+            rollout_logprobs=q[left].log()[None],
+            beside=out.divergence[None],
+        )
+        plain = replace(x, beside=torch.zeros_like(x.advantages))
+        update, biased = (
+            torch.autograd.grad((q[left] * policy_loss(each, cfg).loss).sum(), leaf, retain_graph=True)[0]
+            for each in (x, plain)
+        )
+        torch.testing.assert_close(update, torch.zeros_like(update), rtol=0, atol=1e-13)
+        bias += float(biased.abs().sum())
+    # Weights whose bounds no ratio reaches have no bias.
+    assert bias > 0.1 or weight != "none"
 
 
 @numbers_of_cases
