@@ -72,6 +72,7 @@ WIDE = {
     "tests/e2e/test_stolen_samples.py": _RUNS,
     "tests/e2e/test_sync.py::test_moe_reload": _RUNS,
     "tests/e2e/test_truncated_sampling.py": _RUNS,
+    "tests/unit/vision/test_reader.py::test_a_model_reads": "a fresh process imports torchvision and transformers",
     "tests/unit/test_sittings.py": "scripts for GPUs, whose steps start anew; the sessions' test stays",
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
     "tests/unit/bisect/test_experts.py::test_nothing_is_named_where_nothing_is_wrong[deepseek": _FAMILIES,
