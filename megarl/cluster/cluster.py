@@ -15,7 +15,7 @@ from megarl.cluster.actors import RankActor, RunActor
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.engine_slots import EngineSlots, create_process, wait_started
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.episodes import EnvironmentWorkers
+from megarl.cluster.episodes import SILENCE_S, EnvironmentWorkers
 from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.offloading import MemoryLedger
 from megarl.cluster.placement import PlacementPlan, ProcessSlot, plan_placement, with_judge_servers
@@ -23,7 +23,7 @@ from megarl.cluster.prelude import Prelude
 from megarl.cluster.processes import living_results, locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
-from megarl.cluster.reservation import Reservation
+from megarl.cluster.reservation import Reservation, spread_environments
 from megarl.cluster.roles import actor_role, by_layout, check_serves
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.cluster.sync_plan import engine_ranks, plan_input_of, sent_spec
@@ -160,6 +160,10 @@ class Cluster:
         hosts, start_timeout_s = self._config.cluster.hosts, self._config.cluster.start_timeout_s
         environments = self._prelude.runtime_envs()
         reservation = Reservation(plan, hosts=hosts, timeout_s=start_timeout_s, environments=environments)
+        self._reservation = reservation
+        if plan.ranks and plan.engines and self._config.environment.nodes:
+            # Engines take minutes to start.
+            spread_environments(self._config.environment, reservation.unused_nodes())
         spec = engine_spec(self._config)
         self._slots = EngineSlots(spec, self._config.cluster, plan.engines, reservation, self._shared_devices)
         slots = [plan.ranks, *plan.other_ranks]
@@ -243,8 +247,14 @@ class Cluster:
                 form=config.data,
                 store=config.image_store,
             )
+            # With nodes of their own, Ray is to say first that a node is lost.
+            own = config.environment.nodes > 0
             self.engines.environment_workers = EnvironmentWorkers(
-                spec, timeout_s=config.cluster.start_timeout_s, trouble=self.engines.trouble
+                spec,
+                timeout_s=config.cluster.start_timeout_s,
+                trouble=self.engines.trouble,
+                unused_nodes=self._reservation.unused_nodes if own else None,
+                silence_s=SILENCE_S + (config.cluster.node_timeout_s if own else 0.0),
             )
             self.pids |= {process.name: process.location.pid for process in self.engines.environment_workers.processes}
         return self.engines.environment_workers
@@ -274,7 +284,12 @@ class Cluster:
         if (now := awake_s()) >= self._next_count_s:
             self._next_count_s = now + _COUNT_EVERY_S
             self._foreign = self._count_foreign()
-        return self._growth.metrics(step, self.pids) | self._foreign
+        here, environments = ray.get_runtime_context().get_node_id(), self.engines.environment_workers
+        every = [*self._processes(), *([] if environments is None else environments.processes)]
+        elsewhere = {process.name for process in every if process.location.host != here}
+        # The number of a process elsewhere may be another's here.
+        own = {name: i for name, i in self.pids.items() if not elsewhere & {name, name.rpartition(" worker ")[0]}}
+        return self._growth.metrics(step, own) | self._foreign
 
     def _count_foreign(self) -> dict[str, float]:
         environments = self.engines.environment_workers

@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import ray
@@ -13,11 +14,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
 from megarl.cluster.remotes import Process, Remote, Stream
+from megarl.cluster.reservation import RayNode, spread_environments
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec, sendable
-from megarl.errors import EngineDiedError
+from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import loop
 from megarl.host.child_environment import limit_environment
 from megarl.host.clock import awake_s
+from megarl.host.streams import print_lines
 from megarl.record import activity
 from megarl.rollout.conversations import Conversation, WorkerLostError
 from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
@@ -108,21 +111,46 @@ class EnvironmentWorkers:
     conversations.
     """
 
-    def __init__(self, spec: WorkerSpec, *, timeout_s: float, trouble: asyncio.Event) -> None:
-        """Start the workers on the driver's host, and wait for them. Raises ConfigError as `EnvironmentWorker` does."""
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        timeout_s: float,
+        trouble: asyncio.Event,
+        unused_nodes: Callable[[], Sequence[RayNode]] | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Start the workers, and wait for them.
+
+        unused_nodes: lists the nodes that workers may have, for `environment.nodes`; None: all are on the driver's.
+        silence_s: after how long a silent worker counts as hung.
+
+        Raises:
+            ConfigError: as `EnvironmentWorker` and `spread_environments` do.
+        """
         self._spec, self._timeout_s, self._trouble = spec, timeout_s, trouble
+        self._unused_nodes, self._silence_s = unused_nodes, silence_s
         self.heard_at, self._num_reported = 0.0, 0
         self._keys = itertools.count()
         self._open: dict[int, Conversation] = {}
-        begun = [self._create(f"environment worker {i}") for i in range(spec.config.hosts)]
-        self.processes = locate(begun, timeout_s=timeout_s)
+        # By worker, the id of its node.
+        self._nodes = [ray.get_runtime_context().get_node_id()] * spec.config.hosts
+        if unused_nodes is not None:
+            self._nodes = spread_environments(spec.config, unused_nodes())
+        begun = [self._create(i) for i in range(spec.config.hosts)]
+        self.processes = locate(begun, timeout_s=timeout_s, may_move=True)
         # By worker, the requests of this turn of the loop, or those that wait for a new worker.
         self._outboxes: dict[int, _Outbox] = {}
         names = [process.name for process in self.processes]
-        self.processes[0].roster.allow_restarts(names, spec.config.max_host_restarts)
+        roster = self.processes[0].roster
+        roster.allow_restarts(names, spec.config.max_host_restarts, by_host=unused_nodes is not None)
         self._begin(self.processes)
         for process in self.processes:
             self._listen(process)
+        if unused_nodes is not None:
+            counts = Counter(process.location.hostname for process in self.processes)
+            where = ", ".join(f"{count} on {host}" for host, count in counts.items())
+            print_lines(f"environment workers: {where}")
 
     def start(self, request: StartRequest) -> Conversation:
         key = next(self._keys)
@@ -146,27 +174,61 @@ class EnvironmentWorkers:
         return [process for i, process in enumerate(self.processes) if i in workers]
 
     def mend(self) -> None:
-        """Replace workers that have died; conversations that they had are lost."""
-        roster = self.processes[0].roster
-        lost = [i for i, process in enumerate(self.processes) if process.name in roster.lost]
-        if not lost:
-            return
-        for worker in lost:
+        """Replace workers that have died; conversations that they had are lost. Where its node is lost, a worker gets
+        another one, and so do all others of that node. Raises WorkerError if there is no node left for them.
+        """
+        roster, told = self.processes[0].roster, set[int]()
+        while roster.lost:
+            usable = self._usable()
+            gone = [i for i, node in enumerate(self._nodes) if node not in usable]
+            for process in [self.processes[i] for i in gone if self.processes[i].name in roster.living]:
+                roster.report_death(process, f"{process.name} is lost with its node")
+            lost = [i for i, process in enumerate(self.processes) if process.name in roster.lost]
+            # Requests for a new worker wait on if that could not start.
+            self._lose({*lost} - told, gone)
+            told |= {*lost}
+            for i in lost:
+                if i in gone:
+                    gone.remove(i)
+                    others = Counter(node for each, node in enumerate(self._nodes) if each not in {i, *gone})
+                    self._nodes[i] = min(usable, key=others.__getitem__)
+            try:
+                # Meanwhile conversations begin again, and their requests wait for the new workers.
+                located = locate([self._create(i) for i in lost], timeout_s=self._timeout_s, may_move=True)
+                fresh = [replace(process, roster=roster) for process in located]
+                self._begin(fresh)
+            except WorkerError:
+                if set(self._usable()) >= {self._nodes[i] for i in lost}:
+                    raise
+                continue
+            for i, process in zip(lost, fresh, strict=True):
+                roster.enter(process)
+                self.processes[i] = process
+                self._listen(process)
+            told -= {*lost}
+            self._flush()
+
+    def _usable(self) -> list[str]:
+        """List the ids of the nodes that a new worker may have. Raises WorkerError if there are none."""
+        if self._unused_nodes is None:
+            return self._nodes[:1]
+        if not (usable := [node["NodeID"] for node in self._unused_nodes()]):
+            raise WorkerError(
+                f"{activity.doing_now(DOING)}: all nodes of environment.nodes are lost; --resume once there are others"
+            )
+        return usable
+
+    def _lose(self, workers: Collection[int], gone: Collection[int]) -> None:
+        """Tell the conversations of workers that these have died. gone: those that are lost with their nodes, which
+        says nothing against a conversation.
+        """
+        for worker in workers:
             self._outboxes.pop(worker, None)
-        for conversation in [conversation for conversation in self._open.values() if conversation.worker in lost]:
+        for conversation in [each for each in self._open.values() if each.worker in workers]:
             del self._open[conversation.key]
             conversation.is_lost = True
             if not conversation.reply.done():
-                conversation.reply.set_exception(WorkerLostError())
-        # Meanwhile conversations begin again, and their requests wait for the new workers.
-        located = locate([self._create(self.processes[i].name) for i in lost], timeout_s=self._timeout_s)
-        fresh = [replace(process, roster=roster) for process in located]
-        self._begin(fresh)
-        for i, process in zip(lost, fresh, strict=True):
-            roster.enter(process)
-            self.processes[i] = process
-            self._listen(process)
-        self._flush()
+                conversation.reply.set_exception(WorkerLostError(conversation.worker in gone))
 
     def metrics(self) -> dict[str, float]:
         """Return environment/restarts, the workers replaced since the last call."""
@@ -217,10 +279,10 @@ class EnvironmentWorkers:
             if not isinstance(error, EngineDiedError):
                 raise error
 
-    def _create(self, name: str) -> Process[EnvironmentWorkerActor]:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        remote = ray.remote(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)(EnvironmentWorkerActor)
-        return Process(name=name, actor=remote.remote())
+    def _create(self, worker: int) -> Process[EnvironmentWorkerActor]:
+        there = NodeAffinitySchedulingStrategy(self._nodes[worker], soft=False)
+        remote = ray.remote(num_cpus=0, max_concurrency=100_000, scheduling_strategy=there)(EnvironmentWorkerActor)
+        return Process(name=f"environment worker {worker}", actor=remote.remote())
 
     def _begin(self, processes: Sequence[Process[EnvironmentWorkerActor]]) -> None:
         """Start the environment workers in these processes, and wait for them."""
@@ -228,5 +290,5 @@ class EnvironmentWorkers:
         wait_all(calls, timeout_s=self._timeout_s, doing="starting the environment workers")
 
     def _listen(self, process: Process[EnvironmentWorkerActor]) -> None:
-        process.roster.expect_answers(process, within_s=SILENCE_S)
+        process.roster.expect_answers(process, within_s=self._silence_s)
         loop.spawn(self._read(process.stream(EnvironmentWorkerActor.serve)))

@@ -28,15 +28,15 @@ WATCH_S = 0.5
 NUM_DESCRIBED = 4
 
 
-def locate(begun: Sequence[Process[A_co]], *, timeout_s: float) -> list[Process[A_co]]:
+def locate(begun: Sequence[Process[A_co]], *, timeout_s: float, may_move: bool = False) -> list[Process[A_co]]:
     """Wait until processes have started, and return each with its host, process id and devices.
 
-    If the actors run on several hosts, the name of each process ends with its host.
+    If the actors run on several hosts, the name of each process ends with its host, unless it may move.
     """
     roster = Roster()
     processes = [replace(process, roster=roster) for process in begun]
     locations = wait_all([p.ask(Remote.locate) for p in processes], timeout_s=timeout_s, doing="starting processes")
-    several = len({location.host for location in locations}) > 1
+    several = not may_move and len({location.host for location in locations}) > 1
     located = [
         replace(p, name=f"{p.name} ({location.hostname})" if several else p.name, location=location)
         for p, location in zip(processes, locations, strict=True)

@@ -162,7 +162,7 @@ class Roster:
     def __init__(self) -> None:
         self.living: dict[str, Process[Remote]] = {}
         self._replaceable: frozenset[str] = frozenset()
-        self._max_restarts = 0
+        self._max_restarts, self._by_host = 0, False
         self.lost: dict[str, Process[Remote]] = {}
         self.num_restarts = 0
         self.watched: dict[str, Process[Remote]] = {}
@@ -179,9 +179,13 @@ class Roster:
         """From now on, take this process for hung if it does not answer a question within that many seconds."""
         self.watched[process.name], self.silence_s = process, within_s
 
-    def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
-        """From now on, survive up to `max_restarts` deaths among the processes `names`, all together."""
+    def allow_restarts(self, names: Collection[str], max_restarts: int, *, by_host: bool = False) -> None:
+        """From now on, survive up to `max_restarts` deaths among the processes `names`, all together.
+
+        by_host: those of a host that are lost at the same time count once.
+        """
         self._replaceable, self._max_restarts, self.num_restarts = frozenset(names), max_restarts, 0
+        self._by_host = by_host
 
     def report_death(self, process: Process[Remote], event: str) -> WorkerError:
         """Record a death and print a warning; return the error, an `EngineDiedError` if the process can be replaced.
@@ -191,9 +195,11 @@ class Roster:
         message = f"{event}; see RUN/logs"
         if process.name in self._replaceable and self.living.get(process.name) != process:
             return EngineDiedError(message)  # a process that was already reported dead
-        if process.name not in self._replaceable or self.num_restarts == self._max_restarts:
-            return WorkerError(message)
-        self.num_restarts += 1
+        hosts = {lost.location.host for lost in self.lost.values()} if self._by_host else set()
+        if process.location.host not in hosts:
+            if process.name not in self._replaceable or self.num_restarts == self._max_restarts:
+                return WorkerError(message)
+            self.num_restarts += 1
         self.lost[process.name] = self.living.pop(process.name)
         # An engine survives the death of its workers: kill it, so that calls to it fail.
         ray.kill(process.actor)

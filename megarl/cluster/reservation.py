@@ -12,14 +12,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.placement import NodeGroup, PlacementPlan, ProcessSlot
 from megarl.cluster.remotes import got
+from megarl.config.environments import EnvironmentConfig
 from megarl.errors import ConfigError
+from megarl.host.reach import why_not
+
+# How long a node gets to accept a connection.
+REACH_S = 1.0
 
 
 class RayNode(TypedDict):
     """An entry of `ray.nodes()`, as far as it is read here."""
 
     Alive: bool
+    NodeID: str
     NodeManagerAddress: str
+    NodeManagerPort: int
     NodeManagerHostname: str
     Resources: Mapping[str, float]
 
@@ -43,10 +50,11 @@ class Reservation:
             ConfigError: a host has too few devices, or too few are free.
         """
         self._groups, self._environments = plan.groups, environments or {}
-        nodes = ray.nodes()
-        in_turn = itertools.cycle(hosts_in_order(nodes, hosts, ray.util.get_node_ip_address()))
+        nodes, self._driver, self._hosts = ray.nodes(), ray.util.get_node_ip_address(), hosts
+        in_turn = itertools.cycle(hosts_in_order(nodes, hosts, self._driver))
         addresses = {name: list(itertools.islice(in_turn, group.num_nodes)) for name, group in plan.groups.items()}
         require_devices(plan.groups, addresses, nodes)
+        self._taken = {self._driver, *itertools.chain(*addresses.values())}
         self._nodes = {name: _reserve(name, group, addresses[name], timeout_s) for name, group in plan.groups.items()}
 
     def options(self, slot: ProcessSlot, kind: str = "") -> dict[str, object]:
@@ -61,6 +69,18 @@ class Reservation:
         environment = {"runtime_env": self._environments[kind]} if kind in self._environments else {}
         return {**options, **environment}
 
+    def unused_nodes(self) -> list[RayNode]:
+        """List the living nodes within reach on which nothing is placed, nor the driver, in the order of hosts."""
+        nodes: list[RayNode] = ray.nodes()
+        by_address = {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
+        order = [each for each in hosts_in_order(nodes, self._hosts, self._driver) if each not in self._taken]
+        # Ray needs up to cluster.node_timeout_s to take a node for dead.
+        return [
+            node
+            for node in map(by_address.__getitem__, order)
+            if not why_not(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}", within_s=REACH_S)
+        ]
+
 
 def hosts_in_order(nodes: Sequence[RayNode], hosts: Sequence[str], driver: str) -> list[str]:
     """Sort addresses of Ray's live nodes (`ray.nodes()`): first `hosts` in order, then the driver's, then others."""
@@ -68,6 +88,23 @@ def hosts_in_order(nodes: Sequence[RayNode], hosts: Sequence[str], driver: str) 
     alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     ordered = sorted(alive, key=lambda node: (place.get(node[0], len(place)), node[1] != driver, node[1]))
     return [address for _, address in ordered]
+
+
+def spread_environments(config: EnvironmentConfig, unused: Sequence[RayNode]) -> list[str]:
+    """Return for each environment worker the id of its node: one of the first unused ones, in turn.
+
+    Raises ConfigError: there are fewer nodes than environment.nodes, or one has fewer CPUs than workers.
+    """
+    if len(unused) < config.nodes:
+        raise ConfigError(
+            f"environment.nodes: got {config.nodes}, but besides the driver's node and those of ranks, engines and "
+            f"judges the cluster has {len(unused)}; submit the run with `megarl slurm submit --environment-nodes="
+            f"{config.nodes}`, add nodes to the cluster at cluster.address, or lower it"
+        )
+    for node in unused[: config.nodes]:
+        where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        config.require_cpus(node["Resources"].get("CPU", 0), where)
+    return [unused[i % config.nodes]["NodeID"] for i in range(config.hosts)]
 
 
 def require_devices(

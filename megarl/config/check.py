@@ -272,7 +272,7 @@ check_train = CommandCheck(
     sections=(
         *_SECTIONS,
         *("data", "reference", "teacher", "teachers", "critic", "reward_model", "rollout", "rewards", "placement"),
-        *("sync", "trainer", "validation"),
+        *("environment", "sync", "trainer", "validation"),
     ),
     rules=(
         *_ROWS,
@@ -328,7 +328,7 @@ check_train_preference = CommandCheck(
 )
 # An evaluation uses engines, but does not train.
 check_eval = CommandCheck(
-    sections=("run", "actor.layout", "rewards", "rollout.engine", "placement", "sync", "cluster"),
+    sections=("run", "actor.layout", "environment", "rewards", "rollout.engine", "placement", "sync", "cluster"),
     rules=(
         check_batch_invariance,
         partial(check_images, trains=False),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, section, setting
+from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,29 @@ class EnvironmentConfig:
     # Names of environment variables that environments get besides the usual ones (docs/environments.md), and with them
     # agents, tools and servers of tools, as in [SEARCH_API_KEY].
     pass_env: tuple[str, ...] = setting((), needs_trust=True)
-    hosts: int = setting(1, AT_LEAST_1)  # Processes in which environments run, on the driver's host.
+    # Processes in which environments run: on the driver's host, unless nodes says otherwise.
+    hosts: int = setting(1, AT_LEAST_1)
+    # Nodes over which these processes are spread: the first of the cluster on which no rank, engine or judge is placed,
+    # nor the driver, as in a Slurm job that `megarl slurm submit --environment-nodes` writes. 0: none.
+    nodes: int = setting(0, AT_LEAST_0)
     reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of an environment's making, starts and replies.
     episode_timeout_s: float = setting(3600.0, POSITIVE)  # Time limit of a conversation, generation included.
     # Deaths of hosts, all together, that a run survives; the conversations of a dead host begin again.
     max_host_restarts: int = setting(10, AT_LEAST_0)
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError for nodes on which no process would run."""
+        if self.nodes > self.hosts:
+            raise ConfigError(
+                f"{key}.nodes: got {self.nodes} with {key}.hosts={self.hosts}, so that a node would have nothing to "
+                f"do; raise {key}.hosts, or lower {key}.nodes"
+            )
+
+    def require_cpus(self, num_cpus: float, where: str) -> None:
+        """Raise ConfigError if a node of so many CPUs gets more processes than these; `where` names it."""
+        per_node = -(-self.hosts // self.nodes)
+        if per_node > num_cpus:
+            raise ConfigError(
+                f"environment.hosts: got {self.hosts} on {self.nodes} node(s), up to {per_node} on each, but {where} "
+                f"has {num_cpus:g} CPUs; lower it, raise environment.nodes, or use larger nodes"
+            )

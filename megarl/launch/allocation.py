@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from megarl.errors import ConfigError
 
 # Below the range that Linux takes its own ports from.
 FIRST_PORT, NUM_PORTS = 20000, 12000
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 # How variables begin that Slurm sets in the processes of a job, and those among them that are settings of its commands.
 _OF_JOBS, _OF_USERS = ("SLURM_", "PMI_", "PMIX_"), ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
@@ -93,6 +95,21 @@ def slurm_says(*command: str, text: str | None = None) -> subprocess.CompletedPr
     except OSError as error:
         missing = f"{command[0]}: {error.strerror}; load Slurm's module, or mount its commands into the container"
         return subprocess.CompletedProcess(command, 127, "", missing)
+
+
+def seconds_of(limit: str) -> int:
+    """Convert a time limit of Slurm (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS) to seconds."""
+    found = _TIME.fullmatch(limit)
+    if found is None:
+        raise ConfigError(f"--time: got {limit!r}, expected Slurm's form, such as 24:00:00 or 2-00:00:00")
+    parts = [int(part) for part in found["parts"].split(":")]
+    if found["days"] is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(parts) == 1:
+        return parts[0] * 60
+    hours, minutes, seconds = parts if len(parts) == 3 else [0, *parts]
+    return (hours * 60 + minutes) * 60 + seconds
 
 
 def free_ports(count: int) -> list[int]:

@@ -35,6 +35,7 @@ def add_slurm(
     submit.add_argument("--command", choices=trainings, default="train", help="what to run (default: train)")
     _add_nodes(submit, "", "the trainer's, or all")
     _add_nodes(submit, "engine-", "of a heterogeneous job (placement.mode=split), the engines'")
+    _add_nodes(submit, "environment-", "of a heterogeneous job, the environments', without GPUs", has_gpus=False)
     submit.add_argument(
         "--spare-nodes", type=int, default=0, metavar="N", help="further nodes, for restarts after others were lost"
     )
@@ -46,23 +47,27 @@ def add_slurm(
     submit.set_defaults(run=functools.partial(_submit, forecast))
 
 
-def _add_nodes(submit: argparse.ArgumentParser, prefix: str, whose: str) -> None:
+def _add_nodes(submit: argparse.ArgumentParser, prefix: str, whose: str, *, has_gpus: bool = True) -> None:
     """Add the options that describe a group of nodes to `megarl slurm submit`."""
     submit.add_argument(f"--{prefix}nodes", type=int, required=not prefix, metavar="N", help=f"nodes: {whose}")
-    submit.add_argument(f"--{prefix}gpus-per-node", type=int, default=8, metavar="N", help="0: none, for small models")
+    if has_gpus:
+        said = "0: none, for small models"
+        submit.add_argument(f"--{prefix}gpus-per-node", type=int, default=8, metavar="N", help=said)
     submit.add_argument(f"--{prefix}cpus-per-node", type=int, default=64, metavar="N")
     submit.add_argument(
         f"--{prefix}sbatch", action="append", default=[], metavar="OPTION", help="for sbatch, such as --partition=gpu"
     )
 
 
-def _nodes(arguments: argparse.Namespace, prefix: str) -> "NodesRequest":
+def _nodes(arguments: argparse.Namespace, prefix: str) -> "NodesRequest | None":
     from megarl.launch.submit import NodesRequest
 
     given = vars(arguments)
+    if given[f"{prefix}nodes"] is None:
+        return None
     return NodesRequest(
         num_nodes=given[f"{prefix}nodes"],
-        gpus_per_node=given[f"{prefix}gpus_per_node"],
+        gpus_per_node=given.get(f"{prefix}gpus_per_node", 0),
         cpus_per_node=given[f"{prefix}cpus_per_node"],
         sbatch_options=tuple(given[f"{prefix}sbatch"]),
     )
@@ -78,13 +83,16 @@ def _run(parse: Parse, arguments: argparse.Namespace) -> None:
 def _submit(forecast: "Forecast", arguments: argparse.Namespace) -> None:
     from megarl.launch.submit import SubmitRequest, submit
 
+    nodes = _nodes(arguments, "")
+    assert nodes is not None, "--nodes is required"
     submit(
         SubmitRequest(
             command=arguments.command,
             config=arguments.config,
             overrides=tuple(arguments.overrides),
-            nodes=_nodes(arguments, ""),
-            engine_nodes=None if arguments.engine_nodes is None else _nodes(arguments, "engine_"),
+            nodes=nodes,
+            engine_nodes=_nodes(arguments, "engine_"),
+            environment_nodes=_nodes(arguments, "environment_"),
             num_spares=arguments.spare_nodes,
             time_limit=arguments.time,
             signal_s=arguments.signal_s,

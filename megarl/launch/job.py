@@ -76,7 +76,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     DirectoryLock(command.directory, arguments.command).require_free()
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
-    driver = _Driver()
+    driver, is_bare = _Driver(), False
     with keep_handlers(), shared_with(command.share, command.directory):
         for each in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
             signal.signal(each, driver.forward)
@@ -95,7 +95,9 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             allocation = allocation.without_lost()
             if allocation.lost:
                 say(f"lost so far: {', '.join(allocation.lost)}")
-    if code not in (0, EXIT_BAD_INPUT) and _wants_queue(driver.signals, allocation.job_id):
+            if is_bare := not all(group.hosts for group in allocation.groups):
+                break
+    if code not in (0, EXIT_BAD_INPUT) and (is_bare or _wants_queue(driver.signals, allocation.job_id)):
         if attempts.num_fruitless() >= MAX_FRUITLESS:
             say(f"{MAX_FRUITLESS} times in a row the job had to stop before its first step: raise its time limit")
             return code
@@ -130,7 +132,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     line = _srun(command, allocation, run_id, address, here)
     hosts = subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL)
     driver.process = subprocess.Popen(
-        [*python_module("megarl.cli"), *command.on(address, allocation.hosts)],
+        [*python_module("megarl.cli"), *command.on(address, allocation.groups)],
         env=environment | {HOSTED_RUN_VARIABLE: run_id, "MEGARL_HOST_ADDRESS": head},
         stdin=subprocess.DEVNULL,
     )
@@ -161,6 +163,7 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, address: str
     line = ["srun"]
     for i, group in enumerate(groups):
         # Slurm separates the components of a heterogeneous job by colons.
+        may_go = group is command.environment_group(groups) and len(group.hosts) > 1
         line += [":"] if i else []
         line += [f"--het-group={i}"] if len(groups) > 1 else []
         line += [
@@ -170,7 +173,8 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, address: str
             f"--cpus-per-task={group.cpus_per_host}",
             "--overlap",
             "--mem=0",
-            "--kill-on-bad-exit=1",
+            # The run goes on when a node of environments is lost.
+            *(["--kill-on-bad-exit=0", "--no-kill"] if may_go else ["--kill-on-bad-exit=1"]),
             # Where a site's default is PMIx, it would wait for tasks to join an MPI.
             "--mpi=none",
             # Slurm expands what % begins.

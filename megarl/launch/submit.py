@@ -14,6 +14,7 @@ from typing import TypeAlias
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.engine import EngineConfig
+from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import PlacementConfig
 from megarl.config.layout import LayoutConfig
 from megarl.config.load import PACKAGED
@@ -24,7 +25,7 @@ from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.host.memory import listed
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
-from megarl.launch.allocation import slurm_says
+from megarl.launch.allocation import seconds_of, slurm_says
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
@@ -33,7 +34,6 @@ _NEXT_COMPONENT, _AFTER_OPTIONS = "#SBATCH hetjob\n", "set -euo pipefail\n"
 _GRES = re.compile(r"\bgpu(?::[a-zA-Z][\w.-]*)?(?::(?P<count>\d+))?(?=[,(]|$)")
 _MEMORY = re.compile(r"--mem(?P<per>|-per-cpu|-per-gpu)=(?P<number>\d+)(?P<unit>[KMGTkmgt]?)B?")
 _PARTITION = re.compile(r"(?:--partition=|-p ?)(\S+)")
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,10 @@ class NodesRequest:
         """Return how many GPUs per node an option such as --gres=gpu:h100:8 asks for; None: none does."""
         found = [_GRES.search(option) for option in self.sbatch_options if option.startswith("--gres")]
         return next((int(each["count"] or 1) for each in found if each), None)
+
+    def surviving(self) -> "NodesRequest":
+        """Return the request for nodes without which a job goes on when they are lost."""
+        return replace(self, sbatch_options=(*self.sbatch_options, "--no-kill"))
 
     def __str__(self) -> str:
         return f"{self.num_nodes} with {self.devices_per_node} {'GPUs' if self.gpus_per_node else 'CPUs'} each"
@@ -79,9 +83,9 @@ Forecast: TypeAlias = Callable[[Config], StopForecast]
 class SubmitRequest:
     """The options of `megarl slurm submit`: what to run, on which nodes.
 
-    engine_nodes: separate nodes for the engines, which makes the job heterogeneous; None: all nodes are equal.
-    num_spares: further nodes, which a restart uses in place of those that were lost. forecast: says how long `train`
-    takes to stop; None: nobody knows.
+    engine_nodes, environment_nodes: separate nodes for the engines, and for environment workers, which make the job
+    heterogeneous; None: there are none. num_spares: further nodes, which a restart uses in place of those that were
+    lost. forecast: says how long `train` takes to stop; None: nobody knows.
     """
 
     command: str
@@ -93,8 +97,14 @@ class SubmitRequest:
     max_restarts: int
     num_jobs: int = 1
     engine_nodes: NodesRequest | None = None
+    environment_nodes: NodesRequest | None = None
     num_spares: int = 0
     forecast: Forecast | None = None
+
+    @property
+    def components(self) -> list[NodesRequest]:
+        """List the nodes of each component of the job; that of environments is the last."""
+        return [*filter(None, (self.nodes, self.engine_nodes, self.environment_nodes))]
 
 
 def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
@@ -134,15 +144,15 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
 
 def job_script(request: SubmitRequest) -> str:
     """Fill the request's options and arguments into a template of slurm/: train.sbatch, or train_split.sbatch for nodes
-    of two kinds. Raises ConfigError; see `submit`.
+    of several kinds. Raises ConfigError; see `submit`.
     """
-    asked = [request.nodes, *([request.engine_nodes] if request.engine_nodes else [])]
+    asked = request.components
     if request.num_jobs < 1 or any(nodes.num_nodes < 1 or nodes.cpus_per_node < 1 for nodes in asked):
         raise ConfigError("megarl slurm submit: numbers of nodes, of CPUs per node, and --chain: expected at least 1")
-    if request.num_spares < 0 or (request.num_spares and request.engine_nodes is not None):
+    if request.num_spares < 0 or (request.num_spares and len(asked) > 1):
         raise ConfigError(
-            f"--spare-nodes: got {request.num_spares}, expected at least 0, and none with --engine-nodes, where nodes "
-            "of one kind cannot take the places of the other; change either"
+            f"--spare-nodes: got {request.num_spares}, expected at least 0, and none with --engine-nodes or "
+            "--environment-nodes, where nodes of one kind cannot take the places of the other; change either"
         )
     for nodes in asked:
         if nodes.gres not in (None, nodes.gpus_per_node):
@@ -166,23 +176,23 @@ def job_script(request: SubmitRequest) -> str:
     placed = [
         *request.overrides,
         *_node_overrides(request, config.actor.layout, config.rollout.engine, config.placement, config.rewards),
+        *_environment_overrides(request, config.environment),
     ]
     with checked_for(named_target(config.cluster.target, gpus=request.nodes.gpus_per_node > 0)):
         TRAINING_CHECKS[request.command](whole := load_config(request.config, placed))
         _check_signal(request, None if request.forecast is None else partial(request.forecast, whole))
-    template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
+    template = TEMPLATES / ("train.sbatch" if len(asked) == 1 else "train_split.sbatch")
     head, _, text = template.read_text(encoding="utf-8").partition(_AFTER_OPTIONS)
     first, *further = head.split(_NEXT_COMPONENT)
     options = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
+    # Otherwise Slurm ends a job that has lost a node.
     if request.num_spares:
-        # Otherwise Slurm ends a job that has lost a node.
-        of_nodes = (*request.nodes.sbatch_options, "--no-kill")
-        asked[0] = replace(
-            request.nodes, num_nodes=request.nodes.num_nodes + request.num_spares, sbatch_options=of_nodes
-        )
+        asked[0] = replace(asked[0].surviving(), num_nodes=asked[0].num_nodes + request.num_spares)
+    if request.environment_nodes is not None and asked[-1].num_nodes > 1:
+        asked[-1] = asked[-1].surviving()
     filled = [_fill(first, options, asked[0])]
     # Slurm gives further components the options of the whole job.
-    filled += [_fill(component, {}, nodes) for component, nodes in zip(further, asked[1:], strict=True)]
+    filled += [_fill(further[0], {}, nodes) for nodes in asked[1:]]
     text = _NEXT_COMPONENT.join(filled) + _AFTER_OPTIONS + text
     text = text.replace('"${MEGARL_MAX_RESTARTS:-3}"', str(request.max_restarts))
     text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
@@ -239,11 +249,11 @@ def _check_queue(script: str, request: SubmitRequest) -> None:
     # Slurm marks the partition of jobs that name none.
     rows = [line.split() for line in partitions.stdout.splitlines()]
     limits, chosen = {name.rstrip("*"): limit for name, limit in rows}, [x for x, _ in rows if x.endswith("*")]
-    for nodes in filter(None, (request.nodes, request.engine_nodes)):
+    for nodes in request.components:
         chosen = [found[1] for each in nodes.sbatch_options if (found := _PARTITION.fullmatch(each))] or chosen
         for name in (each.rstrip("*") for each in chosen):
             limit = limits.get(name, "infinite")
-            if _TIME.fullmatch(limit) and seconds_of(limit) < seconds_of(request.time_limit):
+            if limit[:1].isdigit() and seconds_of(limit) < seconds_of(request.time_limit):
                 raise ConfigError(
                     f"--time: got {request.time_limit}, but jobs in the partition {name} may take {limit}; lower it"
                 )
@@ -301,6 +311,24 @@ def _node_overrides(
     return [f"{where}.num_nodes={count}" for where, count in counts.items()]
 
 
+def _environment_overrides(request: SubmitRequest, config: EnvironmentConfig) -> list[str]:
+    """Return the setting that spreads environment workers over their nodes. Raises ConfigError if they do not fit."""
+    nodes = request.environment_nodes
+    if nodes is None:
+        if config.nodes:
+            raise ConfigError(
+                f"environment.nodes: got {config.nodes}, but the job has no nodes for environments; submit it with "
+                f"--environment-nodes={config.nodes}, or set environment.nodes=0"
+            )
+        return []
+    if request.command != "train":
+        raise ConfigError(f"--environment-nodes: is set, but {request.command} has no environments; remove it")
+    placed = replace(config, nodes=nodes.num_nodes)
+    placed.check("environment")
+    placed.require_cpus(nodes.cpus_per_node, "each of --environment-cpus-per-node")
+    return [f"environment.nodes={nodes.num_nodes}"]
+
+
 def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dict[str, int]:
     """Return how many nodes each group of processes gets: as few as possible, or all nodes for a single group."""
     fewest = {where: -(-count // nodes.devices_per_node) for where, count in needs.items()}
@@ -320,18 +348,3 @@ def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dic
                 f"{option}, actor.layout or rollout.engine"
             )
     return fewest
-
-
-def seconds_of(limit: str) -> int:
-    """Convert a time limit of Slurm (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS) to seconds."""
-    found = _TIME.fullmatch(limit)
-    if found is None:
-        raise ConfigError(f"--time: got {limit!r}, expected Slurm's form, such as 24:00:00 or 2-00:00:00")
-    parts = [int(part) for part in found["parts"].split(":")]
-    if found["days"] is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(parts) == 1:
-        return parts[0] * 60
-    hours, minutes, seconds = parts if len(parts) == 3 else [0, *parts]
-    return (hours * 60 + minutes) * 60 + seconds

@@ -215,7 +215,7 @@ def plan_nodes(
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
     shards: Sequence[ShardPlan],
 ) -> tuple[NodePlan, ...]:
-    """List the trainer's nodes, then those that only engines use, then judges', if there is an engine."""
+    """List the trainer's nodes, then, if there is an engine, those that only engines use, judges', environments'."""
     device = {"CPU": 1.0}
     num_ranks = config.actor.layout.world_size
     with_engines = engine is not None
@@ -247,7 +247,10 @@ def plan_nodes(
                     judge_servers={key: found for key, slots in placement.judges.items() if (found := here(slots))},
                 )
             )
-    return tuple(nodes)
+    alone = NodePlan(ranks=(), engines=(), offloaded=0, checkpoint=0, portable_checkpoint=0)
+    cfg = config.environment
+    every = [range(node, cfg.hosts, cfg.nodes) for node in range(cfg.nodes if with_engines else 0)]
+    return (*nodes, *(replace(alone, environments=tuple(each)) for each in every))
 
 
 def host_needs(

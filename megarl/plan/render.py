@@ -95,7 +95,7 @@ def _layout_lines(plan: RunPlan) -> Iterator[str]:
         yield f"layout     {roles}: {layout.num_ranks} ranks = {product}{''.join(f', {extra}' for extra in extras)}"
         if number == 0:
             for i, node in enumerate(plan.nodes):
-                ids = {"devices": node.ranks, "engines": node.engines}
+                ids = {"devices": node.ranks, "engines": node.engines, "environment workers": node.environments}
                 ids |= {f"judge server {name}, replicas": replicas for name, replicas in node.judge_servers.items()}
                 held = [f"{name} {ranges(numbers)}" for name, numbers in ids.items() if numbers]
                 if node.offloaded:

@@ -160,7 +160,7 @@ class NodePlan:
     offloaded: bytes of host memory that its trainer ranks need while engines generate, what always stays there of their
     optimizers, and the weights that engines keep there while they sleep. checkpoint, portable_checkpoint: what ranks
     need in addition while a checkpoint is being written. judge_servers: the replicas of each entry of
-    `rewards.judge_servers`.
+    `rewards.judge_servers`. environments: the environment workers, with `environment.nodes`.
     """
 
     ranks: tuple[int, ...]
@@ -169,6 +169,7 @@ class NodePlan:
     checkpoint: int
     portable_checkpoint: int
     judge_servers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    environments: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

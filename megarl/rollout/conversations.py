@@ -37,7 +37,14 @@ CUTS = (FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class WorkerLostError(Exception):
-    """The worker of a conversation died while it owed a reply."""
+    """The worker of a conversation died while it owed a reply.
+
+    is_blameless: it was lost with its node, which no conversation can have caused.
+    """
+
+    def __init__(self, is_blameless: bool = False) -> None:
+        super().__init__()
+        self.is_blameless = is_blameless
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -111,8 +111,8 @@ class VllmSource:
                         wrote[sample.num_tokens] = completion.engine
                     if sample.finish_reason is not FinishReason.ABORT:
                         sample = turn_ended(sample, trains=reply.trains)
-            except WorkerLostError:
-                sample = after_worker_died(sample)
+            except WorkerLostError as lost:
+                sample = sample if lost.is_blameless else after_worker_died(sample)
             if episode_of(sample).is_cut and num_left(sample, plan, self._limits.max_tokens) < 1:
                 sample = finished(sample, FinishReason.LENGTH)
         if conversation is not None and not conversation.is_lost:

@@ -148,6 +148,7 @@ LONG = {
     "tests/e2e/test_canary.py::test_samples_are_the_same": _CANARY,
     "tests/e2e/test_canary.py::test_twenty_steps": _CANARY,
     "tests/e2e/test_canary.py::test_two_workers": _CANARY,
+    "tests/e2e/test_environment_nodes.py": "five nodes of Ray, of which four die; deaths of workers stay",
     "tests/e2e/test_image_runs.py::test_an_evaluation": "evaluations of texts stay, and a run with images",
     "tests/e2e/test_notebook.py": "a session's calls in a running loop have unit tests",
     "tests/e2e/test_observed_replies.py": "recorded heads of a killed run stay, which records more",

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rollout.replay import read_record, record_path
 from tests.helpers.kill_resume import MEGARL, SCHEDULES, differences
-from tests.helpers.rewriting import rewriting_settings
+from tests.helpers.rewriting import NOTES, rewriting_settings
 from tests.helpers.waiting import wait_until
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import (
@@ -102,6 +102,34 @@ def test_an_asynchronous_run_on_nodes_of_two_kinds_outlives_an_engine(lab: Slurm
     noticed(run, "engine 0 (node2) died")
     assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
     require_asynchronous(run)
+    assert left_behind(lab) == []
+
+
+@pytest.mark.long
+def test_environments_on_a_node_of_their_own_outlive_a_worker(lab: SlurmLab, inputs: Path) -> None:
+    """A heterogeneous job as `megarl slurm submit` writes it; it computes what a run does that has all on one node."""
+    more = (*ONE_RANK, "data.val=[]", f"trainer.total_steps={STEPS}", "actor.optimizer.warmup_steps=0", *TREES)
+    here = SlurmRun(inputs=inputs, name="environments-here", nodes=1, more=more)
+    finish_here(here)
+    run = SlurmRun(inputs=inputs, name="environments-apart", nodes=1, more=more)
+    config, *overrides = [a for a in run.arguments[len(MEGARL) + 1 :] if a != "--resume"]
+    where = [f"--sbatch=--output={run.output}", "--sbatch=--nodelist=node1", "--environment-sbatch=--nodelist=node2"]
+    sizes = ["--nodes=1", "--gpus-per-node=0", "--cpus-per-node=8"]
+    sizes += ["--environment-nodes=1", "--environment-cpus-per-node=4"]
+    submitted = subprocess.check_output(
+        [*MEGARL, "slurm", "submit", "--config", config, *sizes, "--time=10", "--signal-s=60", *where, *overrides],
+        env=lab.environment | VENV | {NOTES: str(run.notes)},
+        cwd=REPOSITORY,
+        text=True,
+    )
+    job = int(submitted.split()[-1])
+    mid_run(run, after=1)
+    assert [len(lab.actors(node, "EnvironmentWorkerActor")) for node in lab.nodes] == [0, 2]
+    os.kill(lab.actors("node2", "EnvironmentWorkerActor")[0], signal.SIGKILL)
+    noticed(run, "died on node2; restart 1 of 10")
+    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
+    assert "environment workers: 2 on node2" in run.log()
+    assert differences(run, here) == []
     assert left_behind(lab) == []
 
 

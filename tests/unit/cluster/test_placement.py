@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 
+from megarl.cluster import reservation
 from megarl.cluster.placement import (
     NodeGroup,
     PlacementPlan,
@@ -15,8 +16,15 @@ from megarl.cluster.placement import (
     plan_placement,
     with_judge_servers,
 )
-from megarl.cluster.reservation import Reservation, hosts_in_order, require_devices, resource_table
+from megarl.cluster.reservation import (
+    Reservation,
+    hosts_in_order,
+    require_devices,
+    resource_table,
+    spread_environments,
+)
 from megarl.config import Config, from_dict
+from megarl.config.environments import EnvironmentConfig
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
 
@@ -294,6 +302,40 @@ def test_named_hosts_are_taken_in_their_order() -> None:
     nodes = [_node(f"10.0.0.{i}", hostname=name) for i, name in enumerate("dcba", start=1)]
     dead = {**_node("10.0.0.9", hostname="e"), "Alive": False}
     assert hosts_in_order([*nodes, dead], ("b", "e", "d"), "10.0.0.4") == [f"10.0.0.{i}" for i in (3, 1, 4, 2)]
+
+
+NODES = EnvironmentConfig(hosts=5, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (NODES, ["id of b", "id of c", "id of b", "id of c", "id of b"]),
+        (replace(NODES, nodes=3), "environment.nodes: got 3, but .* the cluster has 2; .*--environment-nodes=3`, add"),
+        (
+            replace(NODES, hosts=7),
+            r"environment.hosts: got 7 on 2 node\(s\), up to 4 on each, but h-b \(b\) has 3 CPUs",
+        ),
+    ],
+    ids=["room", "no such nodes", "too few CPUs"],
+)
+def test_environment_workers_get_unused_nodes_in_turn(
+    config: EnvironmentConfig, expected: str | list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are on a, which is the driver's, and on d; e is dead, and f out of reach."""
+    nodes = [_node(address, f"h-{address}", num_devices=3) for address in "fedcba"]
+    nodes = [node | {"NodeID": f"id of {node['NodeManagerAddress']}", "NodeManagerPort": 7} for node in nodes]
+    nodes[1]["Alive"] = False
+    FakeRay(monkeypatch, driver="a", has_room=True)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(reservation, "why_not", lambda address, within_s: "no route" if address == "f:7" else "")
+    placed = plan(GPU_DEVICE, dp=4, placement={"trainer": {"num_nodes": 2}})
+    reserved = Reservation(placed, hosts=["h-a", "h-d", "h-b"], timeout_s=1.0)
+    if isinstance(expected, list):
+        assert spread_environments(config, reserved.unused_nodes()) == expected
+        return
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        spread_environments(config, reserved.unused_nodes())
 
 
 def _on(address: str) -> dict[str, float]:

@@ -61,6 +61,23 @@ def test_a_death_counts_once_until_restarts_are_used_up(killed: list[str], capsy
     assert run.num_restarts == 1
 
 
+def test_processes_that_a_host_takes_with_it_count_once(killed: list[str]) -> None:
+    run = Roster()
+    names = ["worker a", "worker b", "worker c"]
+    run.allow_restarts(names, 1, by_host=True)
+    for name, host in zip(names, ["h1", "h1", "h2"], strict=True):
+        run.enter(Process(name=name, actor=name, location=replace(NOWHERE, host=host), roster=run))
+    first, second, third = run.living.values()
+    for each in (first, second):
+        assert type(run.report_death(each, "conversing: died")) is EngineDiedError
+    assert (run.num_restarts, [*run.lost], killed) == (1, names[:2], names[:2])
+    assert type(run.report_death(third, "conversing: died")) is WorkerError
+    # Once others have taken its place, the host's next death is another.
+    for each in (first, second):
+        run.enter(each)
+    assert type(run.report_death(first, "conversing: died")) is WorkerError
+
+
 def test_the_workers_of_an_engine_are_spread_evenly_over_its_nodes() -> None:
     here = replace(NOWHERE, host="a")
     assert [here.host_of(i, 2) for i in range(2)] == ["a", "a"]

@@ -1,5 +1,6 @@
 """What a job knows of the command that it runs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,10 @@ def test_a_run_keeps_its_logs_in_its_directory() -> None:
     command = read(["train", RUN_FILE, "run.dir=/data/runs", "run.name=a", "cluster.num_cpus=4", "--resume"])
     assert command.logs == Path("/data/runs/a/logs")
     assert command.cluster.num_cpus == 4
-    assert command.on("10.0.0.1:20000", ["a", "b"])[-2:] == ["cluster.address=10.0.0.1:20000", "cluster.hosts=[a, b]"]
+    assert command.on("10.0.0.1:20000", components("a", "b"))[-2:] == [
+        "cluster.address=10.0.0.1:20000",
+        "cluster.hosts=[a, b]",
+    ]
 
 
 def test_an_evaluation_keeps_them_beside_its_results() -> None:
@@ -78,9 +82,31 @@ def test_components_of_a_heterogeneous_job_that_suit_a_run() -> None:
         read(argv).check_components(components("h1 h2 h3"))
 
 
+APART = ("environment.hosts=4", "environment.nodes=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts"), [((), ["h1 h2", "c1 c2"]), (SPLIT, ["h1 h2", "l5", "c1 c2"]), (SPLIT, ["h1 h2 l5", "c1 c2"])]
+)
+def test_environments_have_the_last_component(settings: Sequence[str], hosts: list[str]) -> None:
+    """A restart uses those of its nodes that are left; a job of equal nodes names none."""
+    run, groups = read(["train", RUN_FILE, *settings, *APART]), components(*hosts)
+    run.check_components(groups)
+    assert run.environment_group(groups) is groups[-1]
+    run.check_components(components("h1 h2 h3 c1 c2"))
+    assert run.environment_group(components("h1 h2 h3 c1 c2")) is None
+    assert run.on("h1:7", [*groups[:-1], *components("c2")])[-1] == "environment.nodes=1"
+
+
 @pytest.mark.parametrize(
     ("argv", "hosts", "message"),
     [
+        (
+            ["train", RUN_FILE, *APART],
+            ["h1", "c1"],
+            r"environment\.nodes: got 2, but component 1 .* has 1 node\(s\): c1; pass environment\.nodes=1, or",
+        ),
+        (["train", RUN_FILE, *APART], ["h1", "l5", "c1 c2"], "of 3 components, but a run uses 2 here"),
         (
             ["train", RUN_FILE],
             ["h1", "l5"],
@@ -100,7 +126,7 @@ def test_components_of_a_heterogeneous_job_that_suit_a_run() -> None:
             r"placement\.engines\.num_nodes: got 1, but component 1 .* has 2 node\(s\): l5, l6; pass \S+\.num_nodes=2",
         ),
     ],
-    ids=["colocated", "another command", "evaluation", "three", "trainer", "engines"],
+    ids=["environments", "no engines", "colocated", "another command", "evaluation", "three", "trainer", "engines"],
 )
 def test_components_that_do_not_suit_a_run_are_refused(argv: list[str], hosts: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -48,6 +48,16 @@ def test_hosts_get_the_time_after_which_they_count_as_lost() -> None:
     assert "--node-timeout-s=30.0" in srun_line(HostGroup(hosts=("a", "b"), cpus_per_host=8))
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_the_step_outlives_one_of_several_nodes_of_environments(num_hosts: int) -> None:
+    command = JobCommand(argv=("train",), directory=Path("/runs/a"), cluster=ClusterConfig(), environment_nodes=2)
+    groups = [HostGroup(hosts=hosts, cpus_per_host=8) for hosts in (("a", "b"), ("c", "d")[:num_hosts])]
+    line = job._srun(command, Allocation(job_id=7, groups=tuple(groups)), "7-0-0", "10.0.0.1:7", Path("/runs/a/logs"))
+    parts = " ".join(line).split(" : ")
+    assert ["--kill-on-bad-exit=1" in part for part in parts] == [True, num_hosts == 1]
+    assert ["--no-kill" in part for part in parts] == [False, num_hosts > 1]
+
+
 def test_tasks_join_no_mpi_of_the_site() -> None:
     """Where MpiDefault is pmix, a step without MPI would wait for others to join."""
     line = srun_line(HostGroup(hosts=("a", "b"), cpus_per_host=8), HostGroup(hosts=("c",), cpus_per_host=8))

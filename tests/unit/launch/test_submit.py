@@ -264,6 +264,54 @@ def test_engine_nodes_that_cannot_fit_are_refused(
         job_script(replace(REQUEST, overrides=overrides, engine_nodes=engines))
 
 
+ENVIRONMENTS = NodesRequest(num_nodes=2, gpus_per_node=0, cpus_per_node=16, sbatch_options=("--partition=cpu",))
+
+
+def test_environments_on_nodes_of_their_own_are_the_last_component() -> None:
+    """Their loss does not end the job, unless there is no other."""
+    engines = NodesRequest(num_nodes=2, gpus_per_node=8, cpus_per_node=32)
+    request = replace(REQUEST, overrides=("environment.hosts=32",), environment_nodes=ENVIRONMENTS)
+    more = replace(request, overrides=(*request.overrides, *SPLIT), engine_nodes=engines)
+    for each, num_components in ((request, 2), (more, 3)):
+        *earlier, last = job_script(each).split("#SBATCH hetjob\n")
+        component, _, body = last.partition("set -euo pipefail\n")
+        assert [line for line in component.splitlines() if line.startswith("#SBATCH")] == [
+            "#SBATCH --nodes=2",
+            "#SBATCH --ntasks-per-node=1",
+            "#SBATCH --cpus-per-task=16",
+            "#SBATCH --mem=0",
+            "#SBATCH --partition=cpu",
+            "#SBATCH --no-kill",
+        ]
+        assert len(earlier) == num_components - 1
+        assert "--no-kill" not in "".join(earlier)
+        assert " environment.nodes=2 --resume" in body
+    one = replace(request, overrides=(), environment_nodes=replace(ENVIRONMENTS, num_nodes=1))
+    assert "--no-kill" not in job_script(one)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"overrides": ("environment.hosts=33",)},
+            "environment.hosts: got 33 on 2 node(s), up to 17 on each, but each of",
+        ),
+        ({}, "environment.nodes: got 2 with environment.hosts=1, so that a node would have nothing to do; raise"),
+        (
+            {"environment_nodes": None, "overrides": ("environment.nodes=2", "environment.hosts=2")},
+            "environment.nodes: got 2, but the job has no nodes for environments; submit it with --environment-nodes=2",
+        ),
+        ({"command": "sft"}, "--environment-nodes: is set, but sft has no environments; remove it"),
+        ({"num_spares": 1}, "--spare-nodes: got 1, expected at least 0, and none with --engine-nodes or --environ"),
+    ],
+    ids=["too few CPUs", "idle nodes", "no such nodes", "another command", "spares"],
+)
+def test_environment_nodes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        job_script(replace(REQUEST, **{"environment_nodes": ENVIRONMENTS, **change}))
+
+
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [

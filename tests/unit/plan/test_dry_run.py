@@ -242,6 +242,14 @@ def test_engines_on_devices_of_their_own(tmp_path: Path) -> None:
     assert {phase.engine for phase in plan.devices[0].phases.values()} == {0}
 
 
+def test_environment_workers_have_nodes_of_their_own(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config = replace(config, environment=replace(config.environment, hosts=5, nodes=2))
+    plan = plan_run(config, device_bytes=100_000)
+    assert [node.environments for node in plan.nodes] == [(), (), (0, 2, 4), (1, 3)]
+    assert "node 2     environment workers 0,2,4" in to_text(plan)
+
+
 def test_servers_of_judges_have_nodes_of_their_own(tmp_path: Path) -> None:
     server = JudgeServerConfig(model="m", replicas=4, num_nodes=2)
     config = small_config(tmp_path)

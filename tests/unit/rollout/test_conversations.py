@@ -83,14 +83,14 @@ class World:
         self.owed.pop(place).reply.set_result(EpisodeReply(token_ids=token_ids, **rest))  # type: ignore[arg-type]
         loop.wait(turns())
 
-    def lose(self, key: int, *, owes: bool) -> None:
+    def lose(self, key: int, *, owes: bool, with_node: bool = False) -> None:
         """Let the host of a conversation die, as `EnvironmentWorkers.mend` tells it. owes: whether it owed a reply."""
         talk = self.talks[key]
         talk.is_lost = True
         assert owes is (talk in self.owed)
         if owes:
             self.owed.remove(talk)
-            talk.reply.set_exception(WorkerLostError())
+            talk.reply.set_exception(WorkerLostError(with_node))
         loop.wait(turns())
 
     def speak(
@@ -348,10 +348,12 @@ def test_what_an_environment_said_goes_with_the_turns_to_another_host() -> None:
 
 
 def test_a_conversation_that_owes_a_reply_in_two_deaths_fails() -> None:
+    """Unless its host's node was lost, too."""
     world, _, group = begin()
-    world.lose(0, owes=True)
+    for i in range(3):
+        world.lose(i, owes=True, with_node=i < 2)
     assert not group.is_done
-    world.lose(1, owes=True)
+    world.lose(3, owes=True)
     sample = sample_of(group)
     assert sample.finish_reason is FinishReason.FAILED
     assert sample.episode is not None
