@@ -27,18 +27,6 @@ def test_by_hand(make_scored: MakeScored) -> None:
     assert got.tolist() == [pytest.approx(row) for row in expected]
 
 
-def test_a_turn_that_nobody_else_reached_has_no_baseline(make_scored: MakeScored) -> None:
-    mask = torch.tensor([[1, 0, 1], [1, 0, 0]], dtype=torch.bool)
-    batch = make_scored(["q", "q"], [1.0, 0.5], mask)
-    got = compute_advantages(batch, AdvantageConfig(estimator="turn_returns")).advantages
-    assert got.tolist() == [[0.5, 0, 1.0], [-0.5, 0, 0]]
-
-
-def test_without_loss_tokens_there_is_nothing(make_scored: MakeScored) -> None:
-    batch = make_scored(["q", "q"], [1.0, 0.5], torch.zeros(2, 3, dtype=torch.bool))
-    assert not compute_advantages(batch, AdvantageConfig(estimator="turn_returns")).advantages.any()
-
-
 def test_token_rewards_add_up_to_the_reward_wherever_turns_earned_it(make_scored: MakeScored) -> None:
     mask = torch.tensor([[1, 0, 1, 1]], dtype=torch.bool)
     earned = torch.tensor([[0.5, 7.0, 0.0, 0.25]], dtype=torch.float64)

@@ -9,7 +9,6 @@ import torch
 from megarl.algos import build_algorithm
 from megarl.algos.batch_statistics import (
     LOG_WEIGHT,
-    effective_sample_size,
     step_scale,
 )
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
@@ -26,13 +25,6 @@ def row_of(log_weights: list[float]) -> Row:
         loss_mask=np.ones(len(log_weights), np.bool_),
         quantities={LOG_WEIGHT: np.array(log_weights, np.float32)},
     )
-
-
-@pytest.mark.parametrize("shift", [0.0, -15.0, 800.0])
-def test_the_effective_size_does_not_depend_on_the_scale_of_weights(shift: float) -> None:
-    assert effective_sample_size(torch.full((64,), shift)) == pytest.approx(64, rel=1e-9)
-    # (1 + ½)²/(1 + ¼).
-    assert effective_sample_size(torch.tensor([shift, shift - math.log(2)])) == pytest.approx(1.8, rel=1e-4)
 
 
 def test_the_step_shrinks_by_the_root_of_the_share_of_rows_that_count() -> None:

@@ -4,16 +4,13 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megarl.algos.build import build_algorithm
 from megarl.algos.covariance import CHOSEN, choose_tokens, token_covariance
-from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
-from megarl.errors import ConfigError
 from megarl.types import Algorithm, AlgoState, PolicyOutputs, RowBatch
 from tests.helpers.objectives import append_padding
 from tests.helpers.steps import MAX_RESPONSE_TOKENS, Step, problem_of, random_step
@@ -44,16 +41,6 @@ def test_clip_cov_draws_among_tokens_between_its_bounds() -> None:
     assert abs(counts[0, 0] - 200) < 50
 
 
-def test_without_tokens_nothing_is_chosen() -> None:
-    for shape in ((0, 4), (2, 4)):
-        mask = torch.zeros(shape, dtype=torch.bool)
-        covariance = token_covariance(torch.zeros(shape), torch.zeros(shape), mask)
-        for name in ("clip_cov", "kl_cov"):
-            got = choose_tokens(covariance, mask, PolicyLossConfig(name=name), uids="ab"[: shape[0]], seed=0)
-            assert got.shape == shape
-            assert not got.any()
-
-
 # --- as a step's algorithm
 
 
@@ -80,19 +67,6 @@ def test_neither_the_order_of_groups_nor_padding_decides(name: str) -> None:
     assert torch.equal(shares(step.columns(append_padding), cfg)[:, :MAX_RESPONSE_TOKENS], whole)
     another = replace(step, batch=replace(step.batch, seed=99))
     assert torch.equal(shares(another, cfg), whole) == (name == "kl_cov")
-
-
-def test_demonstrations_neither_count_nor_are_chosen() -> None:
-    step = random_step([4, 4], seed=8, demonstrations=True)
-    demonstrated = step.batch.quantities[DEMONSTRATION] > 0
-    assert (demonstrated & step.batch.loss_mask).any()
-    cfg = config("kl_cov", cov_share=1.0)
-    assert torch.equal(shares(step, cfg) > 0, step.batch.loss_mask & ~demonstrated)
-    metrics = algorithm(cfg).advantages(step.batch, AlgoState()).metrics
-    rows = step.batch.loss_mask & ~demonstrated
-    advantages = algorithm(cfg).advantages(step.batch, AlgoState()).values
-    values = [tensor[rows].numpy() for tensor in (advantages, step.batch.quantities["old_logprobs"])]
-    assert metrics["actor/cov/mean"] == pytest.approx(float(np.cov(*values, bias=True)[0, 1]), rel=1e-9)
 
 
 def reference_loss(name: str, step: Step, advantages: Tensor, logprobs: Tensor) -> Tensor:
@@ -133,11 +107,3 @@ def test_losses_are_those_of_the_paper(name: str, seed: int) -> None:
     assert torch.allclose(grads[0], grads[1], rtol=1e-9, atol=1e-12)
     share = sums.metrics["policy_tokens"]["actor/cov_chosen"]
     assert share == advantages.quantities[CHOSEN].sum() > 0
-
-
-def test_bounds_that_nothing_is_between_are_refused() -> None:
-    cfg = config("clip_cov", cov_low=5.0, cov_high=1.0)
-    with pytest.raises(ConfigError, match=r"cov_low and algo\.policy_loss\.cov_high: got 5\.0 and 1\.0, expected cov_"):
-        build_algorithm(cfg, max_response_tokens=8)
-    with pytest.raises(ConfigError, match=r"cov_high: got 9\.0, which is not read with algo\.policy_loss\.name=kl_cov"):
-        build_algorithm(config("kl_cov", cov_high=9.0), max_response_tokens=8)

@@ -56,11 +56,6 @@ def test_proportional(golden: Any, check_golden: Any) -> None:
     assert next_entropy_state(state, 0.5, bounded).coef == 0.015
 
 
-def test_fixed_never_changes() -> None:
-    cfg = config("fixed", coef=0.3)
-    assert next_entropy_state(EntropyState(coef=cfg.entropy_coef), 7.0, cfg) == EntropyState(coef=0.3)
-
-
 @pytest.mark.parametrize("controller", ["fixed", "learned", "proportional"])
 def test_a_bad_entropy_is_an_error(controller: str) -> None:
     cfg = config(controller)

@@ -1,13 +1,12 @@
 """What happens to groups that mix demonstrations and samples."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos.mixed_groups import kept_tokens, mixed_metrics, unneeded_demonstrations, weight_advantages
+from megarl.algos.mixed_groups import mixed_metrics, unneeded_demonstrations, weight_advantages
 from megarl.config.algo import OffPolicyConfig
 from megarl.types import ScoredBatch
 
@@ -48,20 +47,6 @@ def test_prefix_reward_positive_and_truncation() -> None:
     assert weight_advantages(advantages, batch, OffPolicyConfig(only_positive=True)).tolist() == [[0.0, -2.0]] * 4
 
 
-def test_outside_the_loss_mask_it_is_zero() -> None:
-    batch = make(["q"], [True], [[1.0, 1.0, 0.0, 0.0]], mask=torch.tensor([[True, False, True, False]]))
-    advantages = torch.tensor([[1.0, math.nan, 1.0, math.nan]])
-    got = weight_advantages(advantages, batch, OffPolicyConfig(policy_weight=3.0))
-    assert got.tolist() == [[1.0, 0.0, 3.0, 0.0]]
-
-
-def test_tokens_above_a_probability_are_not_kept() -> None:
-    old = torch.tensor([[0.9, 0.7, 0.5, 0.9]], dtype=torch.float64).log()
-    mask = torch.tensor([[True, True, True, False]])
-    assert kept_tokens(old, mask, 0.8).tolist() == [[False, True, True, False]]
-    assert kept_tokens(old, mask, 1.0).tolist() == mask.tolist()
-
-
 def test_a_group_that_succeeds_alone_needs_no_demonstration() -> None:
     uids = ["a", "a", "a", "b", "b", "b", "c", "c"]
     # Own samples: a is right once in two, b twice in two, c has none.
@@ -86,9 +71,3 @@ def test_metrics() -> None:
             "on_off_metrics/off_response_tokens_mean": 2.0,
         }
     )
-
-
-def test_metrics_without_demonstrations_are_finite() -> None:
-    metrics = mixed_metrics(make(["a"], [True], [[0.0, 0.0]]))
-    assert metrics["on_off_metrics/off_score_mean"] == 0
-    assert all(math.isfinite(value) for value in metrics.values())

@@ -106,14 +106,6 @@ def test_target_probs_golden(golden: Any, check_golden: Any) -> None:
     check_golden(terms.demonstration["actor/off_ratio"][0], case["expected"], case)
 
 
-def test_unknown_target_probs_fall_back_to_the_reshape() -> None:
-    # P = 1/2: divided by 1/4 it is 2 (up to the 1e-6), reshaped by √ it is 0.707.
-    terms, _ = one_row(
-        [-math.log(2)] * 2, [0.0] * 2, [1.0] * 2, [True] * 2, reshape="square_root", target_probs_of_tokens=[0.25, -1.0]
-    )
-    assert terms.demonstration["actor/off_ratio"][0].tolist() == pytest.approx([2.0, math.sqrt(0.5)], rel=1e-5)
-
-
 def test_loss_gradient_and_clips_by_hand() -> None:
     # Demonstration tokens of P = 1/2, 1/8, 1/2 (A = 1, 1, −2), f = P within [1/4, 1]: the second is raised to 1/4 and
     # has no gradient. Then a policy token of ratio 2 (A = −1), with the upper clip at 100.
@@ -137,18 +129,6 @@ def test_loss_gradient_and_clips_by_hand() -> None:
     assert not any(v.requires_grad for v in (*terms.policy.values(), *terms.demonstration.values()))
 
 
-def test_correction_weighs_policy_tokens_only() -> None:
-    x = PolicyLossInputs(
-        logprobs=torch.zeros(1, 2, dtype=torch.float64),
-        old_logprobs=torch.zeros(1, 2, dtype=torch.float64),
-        advantages=torch.ones(1, 2, dtype=torch.float64),
-        loss_mask=torch.ones(1, 2, dtype=torch.bool),
-        correction=torch.full((1, 2), 0.5, dtype=torch.float64),
-    )
-    terms = luffy_loss(x, torch.tensor([[True, False]]), OffPolicyConfig(reshape="no_reshape"), NO_DUAL)
-    assert terms.loss[0].tolist() == [-1.0, -0.5]
-
-
 def test_imitation_golden(golden: Any, check_golden: Any) -> None:
     case = golden("E.sft")
     logprobs = torch.tensor([case["inputs"]["off_logp"]], dtype=torch.float64)
@@ -157,16 +137,6 @@ def test_imitation_golden(golden: Any, check_golden: Any) -> None:
     sft = mean(-logprobs, imitated)
     loss = case["inputs"]["pg_loss"] + case["params"]["sft_loss_coef"] * sft
     check_golden(loss, case["expected"], case)
-
-
-def test_imitation_splits_rows() -> None:
-    loss_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
-    demonstration = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]]).bool()
-    masks = imitation_masks(loss_mask, demonstration, "demonstration")
-    # The mark in the second row lies outside the loss mask.
-    assert masks.policy.tolist() == [[False] * 4, [True, True, False, False]]
-    assert masks.imitated.tolist() == [[True, True, False, False], [False] * 4]
-    assert imitation_masks(loss_mask, demonstration, "row").imitated.tolist()[0] == [True, True, True, False]
 
 
 def row(loss_mask: list[bool], demonstration: list[float] | None) -> Row:
@@ -185,7 +155,6 @@ def row(loss_mask: list[bool], demonstration: list[float] | None) -> Row:
     ("cfg", "seen", "num_imitated"),
     [
         (OffPolicyConfig(loss="luffy"), RowCounts(num_rows=3, num_tokens=7), 0),
-        (OffPolicyConfig(loss="sft"), RowCounts(num_rows=2, num_tokens=4), 2),
         (OffPolicyConfig(loss="sft", sft_tokens="row"), RowCounts(num_rows=2, num_tokens=4), 3),
     ],
 )

@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 
 from megarl.algos import build_algorithm
-from megarl.algos.aggregation import AGGREGATIONS
-from megarl.algos.masked import kept
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
-from megarl.algos.shaping import ShapingInputs, estimate_log_z
 from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, PolicyLossConfig
 from megarl.errors import ConfigError
-from megarl.types import Advantages
-from tests.helpers.examples import step
 
 NAMES = ("dppo_tv", "dppo_kl", "drpo", "topr", "vespo", "ctpo", "ctpo_geomean", "bapo")
 
@@ -52,35 +47,6 @@ def test_where_policy_and_anchor_agree_it_is_the_policy_gradient(name: str) -> N
     assert outcome(name, probs, probs, advantages)[1] == near([-1.0, 2.0, 0.0, -0.5])
 
 
-def test_flowrl_is_the_policy_gradient_of_centred_differences_at_the_start_of_a_step() -> None:
-    """β = 2, a row of two tokens and one of one, no KL at first: ln Z = mean of 2·(1, −½) = ½, so that Δ = (−1½, 1½).
-
-    The gradient of the mean over rows of Δ² by a log-prob is 2·Δ / (rows · tokens). A longer row of another group, and
-    one without loss tokens, change nothing.
-    """
-    cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="flowrl", flowrl_beta=2.0), aggregation="seq-mean-token-mean")
-    mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
-    advantages = kept(torch.tensor([1.0, -0.5, 0.0, 9.0], dtype=torch.float64)[:, None].expand(4, 2), mask)
-    logprobs = kept(torch.full((4, 2), -1.0, dtype=torch.float64), mask)
-    same = {name: logprobs.tolist() for name in ("old_logprobs", "ref_logprobs")}
-    batch = step("aaba", [1.0] * 4, mask.tolist(), **same)
-    x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
-    shaped = estimate_log_z(advantages, x)
-    assert shaped.metrics["actor/log_z"] == pytest.approx((0.5 + 0.5 + 0) / 3)
-    current = logprobs.clone().requires_grad_()
-    inputs = PolicyLossInputs(
-        logprobs=current,
-        old_logprobs=logprobs,
-        advantages=advantages,
-        loss_mask=mask,
-        ref_logprobs=logprobs,
-        log_z=shaped.quantities["log_z"],
-    )
-    loss = AGGREGATIONS.get(cfg.aggregation).local_sum(policy_loss(inputs, cfg.policy_loss).loss, mask) / 3
-    (gradient,) = torch.autograd.grad(loss, current)
-    assert gradient.tolist() == [[-0.5, -0.5], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
@@ -102,31 +68,6 @@ def test_what_does_not_go_together_is_refused(cfg: AlgoConfig, message: str) -> 
 
 
 # --- statistics of optimizer batches
-
-
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        AlgoConfig(policy_loss=PolicyLossConfig(name="bapo"), correction=CorrectionConfig(name="rollout_ratio")),
-        AlgoConfig(correction=CorrectionConfig(name="m2po", max_second_moment=0.2)),
-    ],
-)
-def test_statistics_are_those_of_each_optimizer_batch(cfg: AlgoConfig) -> None:
-    """A step of two optimizer batches is as two steps of one each, and not as one of both."""
-    near = {"old_logprobs": [[-1.0, -1.0], [-1.0, -1.0]], "rollout_logprobs": [[-1.1, -1.4], [-0.9, -1.0]]}
-    far = {"old_logprobs": [[-1.0, -1.0], [-1.0, -1.0]], "rollout_logprobs": [[-1.6, -0.3], [-0.5, -0.6]]}
-    both = {name: near[name] + far[name] for name in near}
-
-    def shaped(uids: str, rewards: list[float], given: dict[str, list[list[float]]], prompts: int | None) -> Advantages:
-        algorithm = build_algorithm(cfg, max_response_tokens=8, mini_batch_prompts=prompts)
-        return algorithm.advantages(step(uids, rewards, **given), algorithm.initial_state())
-
-    name = "clip_bounds" if cfg.policy_loss.name == "bapo" else "correction"
-    parts = [shaped("aa", [1.0, 0.0], near, None), shaped("bb", [0.0, 1.0], far, None)]
-    expected = torch.cat([part.quantities[name] for part in parts])
-    rewards = [1.0, 0.0, 0.0, 1.0]
-    assert torch.equal(shaped("aabb", rewards, both, 1).quantities[name], expected)
-    assert not torch.equal(shaped("aabb", rewards, both, None).quantities[name], expected)
 
 
 # --- beside public code

@@ -57,34 +57,6 @@ def test_gae_along_paths_by_hand(make_scored: MakeScored) -> None:
     assert by_hand(make_scored, cfg, 7.0, values=values) == [1 + 0.5 * second, second, 0, tried, other, 0, last]
 
 
-def test_the_other_samples_are_compared_at_the_same_depth(make_scored: MakeScored) -> None:
-    """The second sample has one turn at each depth."""
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-    numbers = {
-        TURN: torch.tensor([[0.0, 1, 2], [0, 1, 0]]),
-        AFTER: torch.tensor([[-1.0, 0, 0], [-1, 0, 0]]),
-        FIRST_TRY: torch.tensor([[0.0, 1, 1], [0, 1, 0]]),
-    }
-    earned = torch.tensor([[0.0, 1, 3], [0, 5, 0]])
-    batch = make_scored(["q", "q"], [4.0, 5.0], mask, **{TURN_REWARDS: earned}, **numbers)
-    for name, first in (("turn_returns", [-1.0, -4.0, -2.0]), ("tree_returns", [-1.0, -2.0, 2.0])):
-        cfg = AdvantageConfig(estimator=name, credit="path" if name == "turn_returns" else "written")
-        got = ADVANTAGE_ESTIMATORS.get(name)(batch, cfg).advantages
-        assert got.tolist() == [first, [1.0, 3.0, 0.0]], name
-
-
-@pytest.mark.parametrize("estimator", ["turn_returns", "gae"])
-def test_a_conversation_without_branches_has_one_path(make_scored: MakeScored, estimator: str) -> None:
-    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
-    quantities = {"values": torch.arange(8.0).reshape(2, 4), TURN_REWARDS: torch.ones(2, 4)}
-    batch = make_scored(["q", "q"], [3.0, 2.0], mask, **quantities)
-    written, path = (
-        ADVANTAGE_ESTIMATORS.get(estimator)(batch, AdvantageConfig(estimator=estimator, gamma=0.5, credit=credit))
-        for credit in ("written", "path")
-    )
-    torch.testing.assert_close(path.advantages, written.advantages)
-
-
 # A policy that says 0 or 1, with one logit for each context of what stands before on the path.
 CONTEXTS: list[tuple[int, ...]] = [(), *itertools.product((0, 1)), *itertools.product((0, 1), repeat=2)]
 LOGITS = dict(zip(CONTEXTS, (0.3, -0.4, 0.6, 0.2, -0.7, 0.5, -0.1), strict=True))

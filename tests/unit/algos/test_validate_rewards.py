@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from megarl.algos.rewards import reward_advantages
 from megarl.algos.validate import check_algo_config
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.config import Config, from_dict
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
-from tests.helpers.examples import step
 
 
 def algo(**keys: Any) -> AlgoConfig:
@@ -99,18 +97,6 @@ def test_conflicts(keys: dict[str, Any], message: str) -> None:
         check_algo_config(algo(**keys), max_response_tokens=100)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"reward": {"overlong_buffer_tokens": 100, "clip": [-1, 1]}},
-        {"reward": {"mask": BEFORE}, "advantage": {"estimator": "reinforce_baseline"}},
-        {"advantage": {"estimator": "gdpo", "components": {"score": 1.0}}, "reward": {"clip": [0, 1]}},
-    ],
-)
-def test_no_conflict(keys: dict[str, Any]) -> None:
-    check_algo_config(algo(**keys), max_response_tokens=100)
-
-
 GAE = {"estimator": "gae"}
 WARNINGS: list[tuple[dict[str, Any], bool, int, list[str]]] = [
     (critic(), False, 0, ["freeze the critic"]),
@@ -140,13 +126,3 @@ def test_source_mask_and_flip_combine_freely() -> None:
         warnings = reward_warnings(cfg, critic_frozen=False, critic_warmup_steps=0)
         flips_nothing = flip is True and (source == "critic" or ratio == 0)
         assert any("flips nothing" in warning for warning in warnings) == flips_nothing
-
-
-@pytest.mark.parametrize(("source", "ratio"), [("critic", 0.0), ("critic", 0.5), ("rule", 0.0)])
-def test_a_flip_without_effect_changes_no_advantage(source: str, ratio: float) -> None:
-    batch = step("aabb", [1.0, 0.0, 2.0, 0.5], values=[[0.5, 0.1], [0.25, 1.0], [0.0, 0.3], [1.0, 0.0]])
-    advantages = []
-    for flip in (None, True, False):
-        cfg = algo(reward={"source": source, "mask": {"ratio": ratio, "flip": flip}}, advantage=GAE)
-        advantages.append(reward_advantages(batch, cfg.reward, cfg.advantage).advantages.tolist())
-    assert advantages[0] == advantages[1] == advantages[2]

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.cpo import difficulty_metrics, group_difficulty
+from megarl.algos.cpo import difficulty_metrics
 from megarl.algos.cpo.difficulty import DIFFICULTIES
-from megarl.config.algo import CpoConfig
 
 
 def levels(name: str, uids: list[str], rewards: list[float]) -> list[int]:
@@ -21,19 +20,6 @@ def test_golden(case_id: str, golden: Any) -> None:
     for key, expected in case["expected"].items():
         name = {"three": "three_way", "five": "five_way", "variance": "variance"}[key]
         assert levels(name, case["inputs"]["uid"], case["inputs"]["reward"]) == expected
-
-
-def test_variance_signed_knows_an_all_wrong_group() -> None:
-    uids = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
-    rewards = [-1.0] * 4 + [1.0] * 4 + [1.0, -1.0, 1.0, -1.0]
-    assert levels("variance", uids, rewards) == [1] * 4 + [1] * 4 + [-1] * 4
-    assert levels("variance_signed", uids, rewards) == [-1] * 4 + [1] * 4 + [-1] * 4
-
-
-def test_a_correct_row_is_what_the_verifier_says() -> None:
-    """A format bonus makes all rewards positive; the group is still one without a correct sample."""
-    correct, rewards = torch.tensor([False, False]), torch.tensor([0.1, 0.2])
-    assert group_difficulty(["q", "q"], correct, rewards, CpoConfig()).tolist() == [-1, -1]
 
 
 def test_metrics_count_prompts_not_rows() -> None:
