@@ -21,19 +21,6 @@ def admit_all(
     return [scheduler.admit(version) for _ in range(scheduler.admissible(steps_left, step_takes=step_takes))]
 
 
-def test_admissible_fills_the_pipeline_of_staleness_plus_one_batches() -> None:
-    scheduler = Scheduler(prompts_per_step=3, staleness=1)
-    assert scheduler.admissible() == 6
-    assert admit_all(scheduler, version=0) == [0, 1, 2, 3, 4, 5]
-    assert scheduler.admissible() == 0
-    assert scheduler.pipeline == dict.fromkeys(range(6), 0)
-
-
-@pytest.mark.parametrize(("steps_left", "expected"), [(3, 6), (2, 6), (1, 3), (0, 0)])
-def test_admissible_is_no_more_than_the_steps_that_are_left_take(steps_left: int, expected: int) -> None:
-    assert Scheduler(prompts_per_step=3, staleness=1).admissible(steps_left) == expected
-
-
 def test_a_step_that_ends_short_keeps_its_missing_places_free() -> None:
     """P = 2, η = 1: step 1 takes tickets 0 and 1, and a filter removes both. If the step ends so, 2 and 3 train in step
     2, and what is admitted now, at version 0, would train in step 3 with lag 2.
@@ -45,24 +32,6 @@ def test_a_step_that_ends_short_keeps_its_missing_places_free() -> None:
     assert scheduler.admissible(step_takes=0) == 0
     assert scheduler.admissible(step_takes=1) == 1
     assert scheduler.admissible(step_takes=2) == scheduler.admissible() == 2
-
-
-def test_admissible_is_never_negative() -> None:
-    scheduler = Scheduler(prompts_per_step=3, staleness=1)
-    admit_all(scheduler, version=0)
-    assert scheduler.admissible(1) == 0
-
-
-def test_strict_order_waits_for_the_oldest() -> None:
-    scheduler = Scheduler(prompts_per_step=2, staleness=1)
-    admit_all(scheduler, version=0)
-    scheduler.done(1)
-    assert scheduler.takeable() is None
-    scheduler.done(0)
-    assert scheduler.takeable() == 0
-    scheduler.take(0)
-    assert scheduler.takeable() == 1
-    assert scheduler.waiting() == [1, 2, 3]
 
 
 def test_window_lets_its_tickets_pass_and_no_others() -> None:
@@ -82,57 +51,6 @@ def test_window_lets_its_tickets_pass_and_no_others() -> None:
     assert scheduler.takeable() == 0
     scheduler.take(0)
     assert scheduler.takeable() == 3
-
-
-def test_taken_tickets_keep_their_places_until_release_and_removed_ones_do_not() -> None:
-    scheduler = Scheduler(prompts_per_step=2, staleness=1)
-    for number in admit_all(scheduler, version=0):
-        scheduler.done(number)
-    scheduler.take(0)
-    scheduler.take(1)
-    assert scheduler.admissible() == 0
-    scheduler.remove(1)
-    assert scheduler.admissible() == 1
-    scheduler.release()
-    assert scheduler.admissible() == 2
-    assert admit_all(scheduler, version=1) == [4, 5]
-    assert scheduler.pipeline == {2: 0, 3: 0, 4: 1, 5: 1}
-
-
-def test_a_ticket_that_waits_can_be_removed() -> None:
-    scheduler = Scheduler(prompts_per_step=2)
-    admit_all(scheduler, version=0)
-    scheduler.done(1)
-    scheduler.remove(0)
-    assert (scheduler.waiting(), scheduler.takeable()) == ([1], 1)
-
-
-@pytest.mark.parametrize(
-    ("prompts_per_step", "staleness", "window", "expected"),
-    # η + ⌈(W − 1)/P⌉: nothing passes; one ticket does; a whole batch; a batch and one more.
-    [(4, 0, 1, 0), (4, 2, 1, 2), (4, 2, 2, 3), (4, 2, 5, 3), (4, 2, 6, 4), (1, 1, 3, 3)],
-)
-def test_max_lag(prompts_per_step: int, staleness: int, window: int, expected: int) -> None:
-    scheduler = Scheduler(prompts_per_step=prompts_per_step, staleness=staleness, window=window)
-    assert scheduler.max_lag == expected
-
-
-def test_state_survives_json() -> None:
-    scheduler = Scheduler(prompts_per_step=2, staleness=1, window=2)
-    admit_all(scheduler, version=0)
-    scheduler.done(1)
-    scheduler.take(1)
-    scheduler.done(3)
-    scheduler.release()
-    scheduler.admit(1)
-    state = json.loads(json.dumps(scheduler.state_dict()))
-    restored = Scheduler(prompts_per_step=2, staleness=1, window=2)
-    restored.load_state_dict(state)
-    assert (restored.next_number, restored.waiting()) == (5, [0, 2, 3, 4])
-    assert restored.pipeline == {0: 0, 2: 0, 3: 0, 4: 1}
-    restored.remove(0)
-    assert restored.takeable() == 3
-    assert restored.admit(1) == 5
 
 
 def test_the_window_bound_is_met_by_hand() -> None:
@@ -354,34 +272,13 @@ def check(case: Case) -> tuple[int, int]:
     return history.max_lag, bound
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_random_schedules_keep_every_promise(block: int) -> None:
-    """10,000 in all; the bound is met with equality in strict order and with a window."""
+@pytest.mark.parametrize("seeds", [range(1000), pytest.param(range(1000, 10000), marks=pytest.mark.long)], ids=len)
+def test_random_schedules_keep_every_promise(seeds: range) -> None:
+    """And the bound is met with equality in strict order and with a window."""
     reached = set()
-    for seed in range(1000 * block, 1000 * (block + 1)):
+    for seed in seeds:
         case = case_of(seed)
         max_lag, bound = check(case)
         if max_lag == bound > 0:
             reached.add(case.window > 1)
     assert reached == {False, True}
-
-
-@pytest.mark.parametrize(("prompts", "staleness"), [(1, 0), (2, 1), (3, 4)])
-def test_without_a_filter_a_ticket_trains_in_its_target_step(prompts: int, staleness: int) -> None:
-    """Ticket n trains in step ⌊n/P⌋ + 1, and is admitted at version max(0, ⌊n/P⌋ − η), as soon as there is room."""
-    case = Case(
-        seed=0,
-        prompts_per_step=prompts,
-        staleness=staleness,
-        window=1,
-        num_steps=8,
-        filtered=frozenset(),
-        max_refills=0,
-        is_bounded=True,
-        on_update="continue",
-    )
-    expected = [
-        [(number, max(0, step - 1 - staleness)) for number in range((step - 1) * prompts, step * prompts)]
-        for step in range(1, 9)
-    ]
-    assert drive(case, time_seed=0).trained == expected
