@@ -122,14 +122,6 @@ def test_a_hub_id_becomes_a_directory_with_what_a_run_reads(hub: Hub) -> None:
     assert local_model(str(path), "model.path") == str(path)
 
 
-def test_without_weights_none_are_downloaded(hub: Hub) -> None:
-    path = Path(local_model("org/tiny", "model.path", weights=False))
-    assert files_in(path) == hub.asked == SMALL
-    # A run that follows completes the same directory.
-    assert local_model("org/tiny", "model.path") == str(path)
-    assert (path / "model.safetensors").is_file()
-
-
 def test_a_path_that_exists_wins(hub: Hub) -> None:
     Path("org/tiny").mkdir(parents=True)
     for path in ("org/tiny", "no-such-directory", "/no/such/directory", "./no/such", "a/b/c", "org/../tiny", ""):
@@ -184,12 +176,6 @@ def test_every_model_of_a_configuration(hub: Hub) -> None:
     assert with_local_models(Config()) == Config()
 
 
-def test_a_published_config_spares_a_dry_run_the_download(hub: Hub) -> None:
-    config = Config(model=ModelConfig(path="org/tiny", config_path="configs/model/hf/qwen3-8b"))
-    assert with_local_models(config, weights=False) == config
-    assert hub.asked == set()
-
-
 def test_an_id_may_name_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
     newest, older = local_model("org/tiny", "model.path"), local_model("org/tiny@v1", "model.path")
     assert (Path(newest).name, Path(older).name) == (COMMIT, OLDER)
@@ -224,9 +210,3 @@ def test_a_run_goes_on_with_the_commits_that_it_began_with(hub: Hub, capsys: pyt
     # Elsewhere there is nothing to record, and nothing is said.
     assert commits_of(Config(model=ModelConfig(path="/models/tiny"))) == {}
     assert "warn" not in "".join(capsys.readouterr())
-
-
-def test_judges_wait_where_none_are_asked(hub: Hub) -> None:
-    config = Config(rewards=RewardsConfig(judge_servers={"mine": JudgeServerConfig(model="org/tiny")}))
-    assert with_local_models(config) == config
-    assert hub.asked == set()

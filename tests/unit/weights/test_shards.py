@@ -1,11 +1,9 @@
 """Places, stages and parameters of a model counted by hand."""
 
-from pathlib import Path
-
 import pytest
 
 from megarl.config.schema import LayoutConfig
-from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.families import ModelSpec
 from megarl.weights.shards import (
     Place,
     groups_of,
@@ -15,8 +13,6 @@ from megarl.weights.shards import (
     place_of,
     stage_layers,
 )
-
-CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
 
 
 def test_ranks_count_tp_first_then_cp_dp_pp() -> None:
@@ -40,11 +36,7 @@ def test_groups() -> None:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (LayoutConfig(), [12]),
-        (LayoutConfig(pp=3), [4, 4, 4]),
-        (LayoutConfig(pp=3, first_stage_layers=2), [2, 5, 5]),
         (LayoutConfig(pp=3, first_stage_layers=3, last_stage_layers=1), [3, 8, 1]),
-        (LayoutConfig(pp=2, first_stage_layers=7, last_stage_layers=5), [7, 5]),
         (LayoutConfig(pp=2, virtual_pp=3, overlap_p2p=True), [6, 6]),
         (LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Et|(tttt|)*2,tttL"), [5, 7]),
     ],
@@ -71,11 +63,6 @@ def test_parameters_of_one_rank(small: ModelSpec) -> None:
     assert num_stage_parameters(small, LayoutConfig(), 0, vocab_multiple=4).total == 4 * (20 + 480) + 96 + 8 + 96
 
 
-def test_parameters_under_tensor_parallelism(small: ModelSpec) -> None:
-    layout = LayoutConfig(tp=2, dp=3)
-    assert num_stage_parameters(small, layout, 0, vocab_multiple=4).total == 4 * (20 + 240) + 64 + 8 + 64
-
-
 def test_parameters_of_stages(small: ModelSpec, small_tied: ModelSpec) -> None:
     layout = LayoutConfig(pp=2, first_stage_layers=1)
     assert [num_stage_parameters(small, layout, stage, vocab_multiple=4).total for stage in (0, 1)] == [
@@ -92,28 +79,3 @@ def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec)
     counted = num_stage_parameters(small, layout, 0, vocab_multiple=4, scalar_head=True).total
     # The scalar head's 8 weights are on every rank.
     assert counted == 4 * (20 + 240) + 64 + 8 + 8
-
-
-# The number of parameters that the models' publishers give.
-@pytest.mark.parametrize(
-    ("name", "num_parameters"),
-    [
-        ("qwen3-8b", 8_190_735_360),
-        ("qwen3-32b", 32_762_123_264),
-        ("llama-3.1-8b", 8_030_261_248),
-        ("phi-4", 14_659_507_200),
-        ("granite-3.3-8b", 8_170_864_640),
-        ("mistral-small-24b", 23_572_403_200),
-        ("granite-3.1-3b-a800m", 3_298_793_472),
-        # Without its vision tower.
-        ("mistral-small-3.2-24b", 23_572_403_200),
-        ("qwen3-30b-a3b", 30_532_122_624),
-        ("qwen3-235b-a22b", 235_093_634_560),
-        ("deepseek-v3", 671_026_419_200),
-    ],
-)
-def test_published_models(name: str, num_parameters: int) -> None:
-    assert (
-        num_stage_parameters(read_model_spec(CONFIGS / name), LayoutConfig(), 0, vocab_multiple=1).total
-        == num_parameters
-    )

@@ -5,9 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.cluster.sync_plan import rank_holdings
-from megarl.config.schema import LayoutConfig
-from megarl.sync.plan.engine_shards import engine_needs
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices, store_slices
 from tests.helpers.small_model import write_config
@@ -70,7 +67,7 @@ def test_gates_and_ups_take_turns(spec: ModelSpec) -> None:
         assert torch.equal(held[LAYER.format(i) + "linear_fc2.bias"], full[f"{HF}down_proj_bias"][expert])
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
 def test_all_ranks_together_write_what_they_read(spec: ModelSpec, ep: int, etp: int) -> None:
     full = full_tensors(spec)
     written = {name: torch.full_like(tensor, torch.nan) for name, tensor in full.items()}
@@ -123,18 +120,3 @@ def test_sections_of_all_experts(sections: ModelSpec) -> None:
         (f"{OWN.format(1)}gate_proj.weight", rows),
         (f"{OWN.format(1)}up_proj.weight", rows),
     ]
-
-
-def test_engines_and_ranks_agree_on_sections(sections: ModelSpec) -> None:
-    expected = sections.expected_tensors(by_expert=True)
-    assert GATE_UP not in expected
-    assert expected[f"{OWN.format(3)}gate_proj.weight"] == expected[f"{OWN.format(3)}up_proj.weight"] == (FFN, HIDDEN)
-    held = rank_holdings(sections, LayoutConfig(tp=2, dp=2, ep=2, etp=2), vocab_multiple=1)
-    needs = engine_needs(sections, 2)
-    for rank in range(4):
-        for expert in range(EXPERTS):
-            own = held[rank].get(f"{OWN.format(expert)}up_proj.weight")
-            first = FFN // 2 * (rank % 2)
-            assert own == ((((first, first + 2), (0, HIDDEN)),) if expert // 2 == rank // 2 else None)
-    assert needs[1][f"{OWN.format(0)}up_proj.weight"] == (((2, 4), (0, HIDDEN)),)
-    assert needs[1][f"{OWN.format(0)}down_proj.weight"] == (((0, HIDDEN), (2, 4)),)
