@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answer_span import answer_mask
@@ -50,12 +48,3 @@ def test_special_tokens_and_split_characters(tokenizer: PreTrainedTokenizerBase)
     ids = tokenizer("2×3 #### 2×3<|im_end|>")["input_ids"]
     mask = answer_mask(ids, response_decoder(tokenizer))
     assert mask.tolist() == [False] * (4 + 6) + [True] * 4 + [False]
-
-
-@given(st.integers(0, 40), st.integers(0, 20), st.integers(240, 300))
-def test_long_responses(num_before: int, num_after: int, num_digits: int) -> None:
-    """The shortcut that reads the end only finds what a search of everything would."""
-    tokens = ["x"] * (600 + num_before) + [r"\boxed{"] + ["1"] * num_digits + ["}"] + ["y"] * num_after
-    assert marked(tokens) == "|".join(["1"] * num_digits)
-    tail = ["x"] * (600 + num_before) + ["#### "] + ["1"] * (num_digits // 10)
-    assert marked(tail) == "|".join(["1"] * (num_digits // 10))

@@ -6,6 +6,7 @@ its symbol U+010A comes after 94 + 12 + 82 = 188 printable ones and ten control 
 The words user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.data.chat import (
     TemplateRefusal,
     encode_chats,
     load_tokenizer,
+    long_prompt_error,
     render_chats,
     token_texts,
 )
@@ -25,21 +27,15 @@ from megarl.data.vocabulary import check_vocabulary
 from megarl.errors import ConfigError
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
+DATED = (
+    "\n  {% macro today() %}On {{ date_string }}{% endmacro %}{% if not date_string is defined %}"
+    "{% set date_string = '26 Jul 2024' %}{% endif %}{{ today() }}: {% generation %}{{ messages[0].content }}"
+    "{% endgeneration %}{{ eos_token }}"
+)
+
+
 QUESTION = (Message(role="user", content="1+1=?"),)
-LINE_FEED = 201
 DIGIT_1, PLUS, EQUALS, QUESTION_MARK = ord("1") - 30, ord("+") - 30, ord("=") - 30, ord("?") - 30
-QUESTION_IDS = [
-    *(1, 259, LINE_FEED),
-    *(DIGIT_1, PLUS, DIGIT_1, EQUALS, QUESTION_MARK, 2, LINE_FEED),
-    *(1, 260, LINE_FEED),
-]
-
-
-def test_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_chats(tokenizer, [QUESTION])[0] == QUESTION_IDS
-    other = (Message(role="user", content="1"),)
-    assert encode_chats(tokenizer, [QUESTION, other])[0] == QUESTION_IDS
-    assert encode_chats(tokenizer, [other]) == [[1, 259, LINE_FEED, DIGIT_1, 2, LINE_FEED, 1, 260, LINE_FEED]]
 
 
 def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -94,12 +90,6 @@ QWEN3 = TURNS + (
     "    {%- if enable_thinking is defined and enable_thinking is false %}\n"
     "        {{- '<think>\\n\\n</think>\\n\\n' }}\n    {%- endif %}\n{%- endif %}"
 )
-# As Llama 3 has it: an argument with a default, read in a macro, and white space at the template's start.
-DATED = (
-    "\n  {% macro today() %}On {{ date_string }}{% endmacro %}{% if not date_string is defined %}"
-    "{% set date_string = '26 Jul 2024' %}{% endif %}{{ today() }}: {% generation %}{{ messages[0].content }}"
-    "{% endgeneration %}{{ eos_token }}"
-)
 
 
 def rendered(directory: Path, template: str, **arguments: Any) -> str:
@@ -123,39 +113,6 @@ def test_arguments_are_part_of_the_template(tmp_path: Path, arguments: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        ('it\'s %} "quoted" \\ and\nädd', '"it\'s %} \\"quoted\\" \\\\ and\\nädd"'),
-        ({"a": [1, -2.5, None, True]}, '{"a": [1, -2.5, null, true]}'),
-    ],
-)
-def test_arguments_of_every_json_type(tmp_path: Path, value: Any, written: str) -> None:
-    assert rendered(tmp_path, "{{ x | tojson }}{{ messages[0].content }}", x=value) == written + "1+1=?"
-
-
-def test_arguments_that_the_template_never_reads(tmp_path: Path) -> None:
-    message = r"^data\.chat_template\.thinking: the chat template in .* never reads this; it may read enable_thinking$"
-    with pytest.raises(ConfigError, match=message):
-        rendered(tmp_path, QWEN3, thinking=False)
-    with pytest.raises(ConfigError, match=r"it may read date_string$"):
-        rendered(tmp_path, DATED, messages=[])
-    with pytest.raises(ConfigError, match=r"chat_template\.enable_thinking: .* it reads no arguments$"):
-        rendered(tmp_path, TURNS, enable_thinking=False)
-    with pytest.raises(ConfigError, match="is not valid Jinja: "):
-        rendered(tmp_path, "{% if %}", x=1)
-
-
-def test_texts_of_tokens_join_to_the_whole() -> None:
-    """Of the bytes of a character only the last one adds text; what ends within one is shown by the last token."""
-    tokenizer = make_byte_tokenizer()
-    ids = tokenizer("a é€b", add_special_tokens=False)["input_ids"]
-    assert token_texts(tokenizer, ids) == ["a", " ", "", "é", "", "", "€", "b"]
-    assert token_texts(tokenizer, ids[:6])[:4] == ["a", " ", "", "é"]
-    assert "".join(token_texts(tokenizer, ids[:6])) == "a é\ufffd"
-    assert token_texts(tokenizer, []) == []
-
-
-@pytest.mark.parametrize(
     ("written", "thought", "inserted"),
     [("{{ m.content }}", "", "<think>\n\n</think>\n\n"), ("{{ m.content | trim }}", "<think>\n", "")],
 )
@@ -174,3 +131,30 @@ def test_a_prefill_is_continued_as_the_policy_would_have_begun(written: str, tho
     tokenizer.chat_template += "{% if add_generation_prompt %}<think></think>{% endif %}"
     with pytest.raises(TemplateRefusal, match=r"ends with .*</think>', a thought that is closed, and the last turn th"):
         render_chats(tokenizer, [[*QUESTION, Message(role="assistant", content="<think>x")]], prefill=True)
+
+
+def test_arguments_that_the_template_never_reads(tmp_path: Path) -> None:
+    message = r"^data\.chat_template\.thinking: the chat template in .* never reads this; it may read enable_thinking$"
+    with pytest.raises(ConfigError, match=message):
+        rendered(tmp_path, QWEN3, thinking=False)
+    with pytest.raises(ConfigError, match=r"it may read date_string$"):
+        rendered(tmp_path, DATED, messages=[])
+    with pytest.raises(ConfigError, match=r"chat_template\.enable_thinking: .* it reads no arguments$"):
+        rendered(tmp_path, TURNS, enable_thinking=False)
+    with pytest.raises(ConfigError, match="is not valid Jinja: "):
+        rendered(tmp_path, "{% if %}", x=1)
+
+
+def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
+    message = r"row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"
+    assert re.match(message, str(long_prompt_error("row 5", len(encode_chats(tokenizer, [QUESTION])[0]), 12)))
+
+
+def test_texts_of_tokens_join_to_the_whole() -> None:
+    """Of the bytes of a character only the last one adds text; what ends within one is shown by the last token."""
+    tokenizer = make_byte_tokenizer()
+    ids = tokenizer("a é€b", add_special_tokens=False)["input_ids"]
+    assert token_texts(tokenizer, ids) == ["a", " ", "", "é", "", "", "€", "b"]
+    assert token_texts(tokenizer, ids[:6])[:4] == ["a", " ", "", "é"]
+    assert "".join(token_texts(tokenizer, ids[:6])) == "a é\ufffd"
+    assert token_texts(tokenizer, []) == []

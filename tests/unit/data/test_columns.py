@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.algo import DemonstrationConfig
 from megarl.config.schema import DataConfig, EnvironmentConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
@@ -66,8 +65,6 @@ REFUSED = {
     "history": [["1+0", "1"]],
     "agent_name": "tool_agent",
 }
-# What only completes a prompt beside a column of this name.
-COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
 TURN_KEYS = {
     "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
     "images": ["a.png"],
@@ -100,18 +97,6 @@ def test_columns_that_nobody_reads_are_refused(
             read(written(path, {**row, "prompt": "1+1", name: empty}), tokenizer, form)
         with pytest.raises(DataError, match=rf"x\.jsonl row 0: {name} is not read here; "):
             read(written(path, {**row, "prompt": "1+1", name: REFUSED[name]}), tokenizer, form)
-
-
-@pytest.mark.parametrize("name", COMPLETING)
-def test_columns_that_complete_a_prompt_are_refused(
-    name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    (read, row), form, path = READERS["train"], DataConfig(prompt_key=name), tmp_path / "x.jsonl"
-    for each in COMPLETING[name]:
-        plain = read(written(path, {**row, "prompt": "1+1", each: "Hello"}), tokenizer, DataConfig())
-        assert read(written(path, {**row, name: "1+1", each: ""}), tokenizer, form) == plain
-        with pytest.raises(DataError, match=rf"x\.jsonl row 0: {each} is not read here; write it into the prompt, or "):
-            read(written(path, {**row, name: "1+1", each: "Hello"}), tokenizer, form)
 
 
 def test_what_a_turn_holds_besides_its_text_is_refused(
@@ -172,16 +157,6 @@ def test_prompts_that_ask_for_tools_need_an_environment(tokenizer: PreTrainedTok
     assert len(PromptDataset([path], tokenizer, DataConfig(), environment=settings)) == 1
 
 
-def test_every_command_reads_chats_in_sharegpts_form(
-    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    (read, row), path, form = command, tmp_path / "x.jsonl", DataConfig()
-    plain = read(written(path, {**row, "prompt": "1+1"}), tokenizer, form)
-    assert read(written(path, {**row, "prompt": [{"from": "human", "value": "1+1"}]}), tokenizer, form) == plain
-    with pytest.raises(DataError, match=r"prompt\[0\]: from is 'bing', expected one of"):
-        read(written(path, {**row, "prompt": [{"from": "bing", "value": "1+1"}]}), tokenizer, form)
-
-
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # By what a column of Parquet holds: its type, what counts as nothing, and a value.
 KINDS: dict[str, tuple[pa.DataType, list[Any], Any]] = {
@@ -235,18 +210,3 @@ def test_prompts_do_not_end_with_an_answer(
     path = written(tmp_path / "x.jsonl", {**row, "prompt": chat})
     with pytest.raises(DataError, match=r"row 0: .* ends with the assistant's turn 'It is 2', .*data\.prefill=true"):
         read(path, tokenizer, DataConfig())
-
-
-def test_a_prefill_is_continued(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    row = READERS["train"][1] | {
-        "prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "1 + 1 ="}],
-        "target": [{"role": "assistant", "content": " 2"}],
-    }
-    plain = {**row, "prompt": "1+1"}
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in (plain, row, plain)))
-    data = PromptDataset([path], tokenizer, DataConfig(prefill=True), demonstrations=DemonstrationConfig())
-    opening = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
-    texts = [tokenizer.decode(list(data[i].token_ids)) for i in range(3)]
-    assert texts == [opening, opening + "1 + 1 =", opening]
-    assert tokenizer.decode(list(data[1].demonstration_ids)) == " 2<|im_end|>"

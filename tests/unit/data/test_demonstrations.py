@@ -5,13 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.errors import DataError
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
+
+
+def demonstration(question: str, answer: str) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "target": [{"role": "assistant", "content": answer}],
+    }
+
+
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}{{ eos_token }}"
+    "{% elif m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]{% endif %}{% endfor %}"
+)
+
 
 CHAT = [
     {"role": "system", "content": "s"},
@@ -30,13 +43,6 @@ FORGETFUL = (
     "{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def demonstration(question: str, answer: str) -> dict[str, Any]:
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "target": [{"role": "assistant", "content": answer}],
-    }
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -118,71 +124,6 @@ def test_a_template_that_rewrites_answers_is_an_error_with_its_remedy(tmp_path: 
     assert trained_texts(data, tokenizer, 1) == ["55<|im_end|>"]
 
 
-def test_the_mask_is_that_of_a_template_with_generation_tags(tmp_path: Path) -> None:
-    """Tags mark the text and the end token of every answer; transformers is the reference for ids and mask."""
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    row = open_rows(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)[0]
-    expected = tokenizer.apply_chat_template(
-        CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
-    )
-    # The reference goes on with the line feed after the last end token.
-    assert row.token_ids.tolist() == expected["input_ids"][:-1]
-    mask = [bool(m) for m in expected["assistant_masks"][:-1]]
-    assert [False] * row.num_prompt_tokens + row.loss_mask.tolist() == mask
-
-
-# As Gemma has it: turns do not end with the eos token. As Mistral has it: answers begin with a space.
-GEMMA = (
-    "{% for m in messages %}<start_of_turn>{{ m['role'] }}{{ '\\n' }}{{ m['content'] | trim }}<end_of_turn>{{ '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant{{ '\\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}{{ eos_token }}"
-    "{% elif m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]{% endif %}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "answers"),
-    [
-        (GEMMA, ["2<end_of_turn>", "55<end_of_turn>"]),
-        (MISTRAL, [" 2<|im_end|>", " 55<|im_end|>"]),
-    ],
-    ids=["Gemma", "Mistral"],
-)
-def test_templates_that_mark_answers_in_their_own_way(template: str, answers: list[str], tmp_path: Path) -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.add_tokens([AddedToken("<end_of_turn>", special=True, normalized=False)])
-    tokenizer.chat_template = template
-    path = write(tmp_path / "a.jsonl", [{"messages": CHAT[1:]}, {"prompt": "1+1", "response": "2 \n"}])
-    data = open_rows(path, tokenizer)
-    assert trained_texts(data, tokenizer) == answers
-    # The tokens are those of the whole chat, which transformers makes.
-    whole = tokenizer.apply_chat_template(CHAT[1:], tokenize=False)
-    assert data[0].token_ids.tolist() == tokenizer(whole.rstrip(), add_special_tokens=False)["input_ids"]
-    # A single answer ends in the same way.
-    assert [text.replace(" \n", "") for text in trained_texts(data, tokenizer, 1)] == answers[:1]
-    each = open_rows(path, tokenizer, SftConfig(train_on="each"))
-    assert [trained_texts(each, tokenizer, i) for i in range(2)] == [[answer] for answer in answers]
-
-
-def test_columns_can_have_other_names(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"question": "1+1", "solution": "2", "target": "3"}])
-    settings, form = SftConfig(answer_key="solution"), DataConfig(prompt_key="question")
-    assert trained_texts(open_rows(path, tokenizer, settings, form), tokenizer) == ["2<|im_end|>"]
-    path = write(tmp_path / "b.jsonl", [{"chat": CHAT, "messages": CHAT[:3]}])
-    data = open_rows(path, tokenizer, SftConfig(chat_key="chat"))
-    assert trained_texts(data, tokenizer) == ["2<|im_end|>", "55<|im_end|>"]
-    settings = SftConfig(chat_key="chat", answer_key="solution")
-    with pytest.raises(DataError, match=r"expected chat, or question with one of solution; sft.chat_key, data.prompt"):
-        open_rows(write(path, [{"messages": CHAT}]), tokenizer, settings, form)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -209,19 +150,6 @@ def test_bad_rows(row: dict[str, Any], message: str, tokenizer: PreTrainedTokeni
         open_rows(write(tmp_path / "a.jsonl", [row]), tokenizer)
 
 
-def test_demonstrations_over_a_limit(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4444")])
-    with pytest.raises(DataError, match=r"a\.jsonl row 1: the demonstration has 5 tokens, rollout.max_resp\w+ is 4"):
-        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=4)
-    with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 11 tokens, data.max_prompt_tokens is 10"):
-        SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5)
-    drop = SftConfig(on_long="drop")
-    data = SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5, settings=drop)
-    assert (len(data), data.num_dropped) == (1, 1)
-    with pytest.raises(DataError, match=r"all 2 rows are over data.max_prompt_tokens=1 or rollout.max_resp"):
-        SftDataset([path], tokenizer, max_prompt_tokens=1, max_response_tokens=5, settings=drop)
-
-
 def test_one_limit_for_the_whole_row(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
     # The end of the first answer, then the end of the row.
@@ -240,3 +168,31 @@ def test_one_limit_for_the_whole_row(tokenizer: PreTrainedTokenizerBase, tmp_pat
     assert trained_texts(opened(first, "cut"), tokenizer) == ["2"]
     with pytest.raises(DataError, match=rf"all 1 rows are over sft.max_tokens={first - 1}; raise it"):
         opened(first - 1, "cut")
+
+
+def test_a_system_turn_that_moves_to_the_last_question_is_an_error(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    # Of a chat that ends with a question or the answer to it.
+    last = "messages[0]['role'] == 'system' and loop.index0 >= messages | length - 2"
+    system = f"{{% if {last} %}}{{{{ messages[0]['content'] }}}}{{% endif %}}"
+    tokenizer.chat_template = MISTRAL.replace("[INST] ", f"[INST] {system}")
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT[:3]}, {"messages": CHAT}])
+    with pytest.raises(DataError, match=r"row 1: up to turn 2 the chat template renders .* set sft.train_on to each"):
+        open_rows(path, tokenizer)
+    assert len(open_rows(path, tokenizer, SftConfig(train_on="each"))) == 3
+    empty = [*CHAT[1:2], {"role": "assistant", "content": " "}]
+    with pytest.raises(DataError, match=r"row 0: turn 1: the target is ' ', expected text"):
+        open_rows(write(path, [{"messages": empty}]), tokenizer)
+
+
+def test_demonstrations_over_a_limit(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4444")])
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the demonstration has 5 tokens, rollout.max_resp\w+ is 4"):
+        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=4)
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 11 tokens, data.max_prompt_tokens is 10"):
+        SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5)
+    drop = SftConfig(on_long="drop")
+    data = SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5, settings=drop)
+    assert (len(data), data.num_dropped) == (1, 1)
+    with pytest.raises(DataError, match=r"all 2 rows are over data.max_prompt_tokens=1 or rollout.max_resp"):
+        SftDataset([path], tokenizer, max_prompt_tokens=1, max_response_tokens=5, settings=drop)

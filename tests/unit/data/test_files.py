@@ -51,13 +51,6 @@ def test_missing_column_is_named_with_those_there_are(tmp_path: Path, suffix: st
         RowFiles([path], columns=("prompt",), required=("prompt",))
 
 
-def test_jsonl_skips_empty_lines_and_keeps_unicode(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes('{"a": "é"}\n\n   \n{"a": "漢"}\r\n'.encode())
-    files = RowFiles([path], columns=("a",))
-    assert list(files) == [{"a": "é"}, {"a": "漢"}]
-
-
 @pytest.mark.parametrize(("line", "what"), [("{oops", "not valid JSON"), ("[1]", "got list, .*; write one in each")])
 def test_bad_json_names_file_and_row(tmp_path: Path, line: str, what: str) -> None:
     path = tmp_path / "x.jsonl"
@@ -65,16 +58,6 @@ def test_bad_json_names_file_and_row(tmp_path: Path, line: str, what: str) -> No
     files = RowFiles([path], columns=("a",))
     with pytest.raises(DataError, match=rf"x\.jsonl row 1: {what}"):
         files[1]
-
-
-def test_empty_data_set(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text("\n")
-    (tmp_path / "y.jsonl").write_text("")
-    write_parquet(tmp_path / "z.parquet", ROWS)
-    pq.write_table(pq.read_table(tmp_path / "z.parquet").slice(0, 0), tmp_path / "z.parquet")
-    for names in (["x.jsonl", "y.jsonl"], ["z.parquet"], []):
-        with pytest.raises(DataError, match="data set is empty"):
-            RowFiles([tmp_path / name for name in names], columns=("a",))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -105,14 +88,6 @@ def test_half_of_a_character_is_refused_with_its_row_and_place(tmp_path: Path, l
     for read in (lambda: list(files), lambda: files[1]):
         with pytest.raises(DataError, match=rf"^\S+x\.jsonl row 1: {found} .*complete or remove it$"):
             read()
-
-
-def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    # Arrow takes the bytes as they are.
-    latin1 = pa.array([b"caf\xc3\xa9", b"caf\xe9"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"a": [1, 2], "b": latin1}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"x\.parquet row 1: b has a text that is not UTF-8 \(.* at byte 3\)"):
-        list(RowFiles([tmp_path / "x.parquet"], columns=("a", "b")))
 
 
 @pytest.mark.parametrize("name", ["shards", "shards.jsonl"])
@@ -166,3 +141,21 @@ def test_the_collector_leaves_out_what_there_was_while_rows_are_read(
     collector.freeze()
     assert len(list(data)) == 2
     assert frozen
+
+
+def test_empty_data_set(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n")
+    (tmp_path / "y.jsonl").write_text("")
+    write_parquet(tmp_path / "z.parquet", ROWS)
+    pq.write_table(pq.read_table(tmp_path / "z.parquet").slice(0, 0), tmp_path / "z.parquet")
+    for names in (["x.jsonl", "y.jsonl"], ["z.parquet"], []):
+        with pytest.raises(DataError, match="data set is empty"):
+            RowFiles([tmp_path / name for name in names], columns=("a",))
+
+
+def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    # Arrow takes the bytes as they are.
+    latin1 = pa.array([b"caf\xc3\xa9", b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"a": [1, 2], "b": latin1}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet row 1: b has a text that is not UTF-8 \(.* at byte 3\)"):
+        list(RowFiles([tmp_path / "x.parquet"], columns=("a", "b")))

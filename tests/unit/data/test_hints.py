@@ -75,11 +75,6 @@ def placed(
     return HintPlacer(tokenizer, cfg, max_prompt_tokens=max_prompt_tokens).place(question)
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, hinted: HintedPrompt) -> str:
-    text: str = tokenizer.decode(hinted.token_ids)
-    return text
-
-
 def make_row(prompt_ids: Any, response_ids: Any, uid: str = "q:0", sample_index: int = 0) -> Row:
     return Row(
         uid=uid,
@@ -124,32 +119,6 @@ TOKENIZERS = [make_byte_tokenizer, merging_tokenizer, slow_tokenizer]
 # --- texts
 
 
-def test_tools_stand_in_the_hinted_prompt_as_in_the_plain_one() -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% if tools %}{{ tools | length }} tools: {{ tools[0].function.name }}\n{% endif %}"
-        + str(tokenizer.chat_template)
-    )
-    tools = {"shop": [{"type": "function", "function": {"name": "buy", "description": "Buy.", "parameters": {}}}]}
-    placer = HintPlacer(tokenizer, LINE, max_prompt_tokens=999, tools_of=tools.__getitem__)
-    question = asked(tokenizer, "1+2=?")
-    plain, talking = (
-        text_of(tokenizer, placer.place(each)) for each in (question, replace(question, environment="shop"))
-    )
-    assert "1+2=3" in plain
-    assert talking == f"1 tools: buy\n{plain}"
-
-
-def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
-    cfg = HintConfig(source="demonstration")
-    assert hint_text(replace(prompt(solution="1+2"), target="1+2=3\n3"), cfg) == "1+2=3\n3"
-    assert hint_text(prompt(solution="1+2"), cfg) is None
-    bare = asked(tokenizer, "1+2=?", uid="sums:7")
-    missing = r"expected text in the column data\.target_key \(algo\.cpo\.hint\.source=demonstration\)"
-    with pytest.raises(DataError, match=missing):
-        placed(tokenizer, bare, replace(cfg, on_missing="error"))
-
-
 @pytest.mark.parametrize("extra_info", [{}, {"gold_solution": " \n"}])
 def test_a_prompt_without_a_hint(tokenizer: PreTrainedTokenizerBase, extra_info: dict[str, Any]) -> None:
     bare = replace(asked(tokenizer, "1+2=?", uid="gsm8k:7"), extra_info=extra_info)
@@ -162,18 +131,6 @@ def test_a_prompt_without_a_hint(tokenizer: PreTrainedTokenizerBase, extra_info:
 
 
 # --- places
-
-
-@pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("question", ["\nWhat is 2+2?", "  hello", "\n\n"])
-def test_a_question_may_begin_with_white_space(make: Any, question: str) -> None:
-    tokenizer = make()
-    found = placed(tokenizer, asked(tokenizer, question))
-    assert found.missing is None
-    assert text_of(tokenizer, found) == (
-        f"<|im_start|>user\nHint: 1+2=3\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert found.text[1] == "1+2=3"
 
 
 @pytest.mark.parametrize(
@@ -197,50 +154,7 @@ def test_the_last_user_turn_or_the_system_turn(
     assert found.text[1] == "1+2=3"
 
 
-# Templates as model families have them, cut to what matters here.
-DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-)
-TRIMMED = (
-    "<|endoftext|>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_start|>\n\n{{ m['content'] | trim }}"
-    "<|im_end|>{% endfor %}"
-)
-BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (DEFAULT_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Six?\n 1+5=? <|im_end|>\n"),
-        (TRIMMED, "<|endoftext|><|im_start|>user<|im_start|>\n\nSix?\n 1+5=?<|im_end|>"),
-        (BARE, " Six?\n 1+5=? "),
-    ],
-)
-def test_any_template_has_a_place(template: str, expected: str) -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = template
-    question = asked(tokenizer, " 1+5=? ", hint=" Six?")
-    assert text_of(tokenizer, placed(tokenizer, question, HintConfig(template="{hint}\n"))) == expected
-
-
 # --- cuts
-
-
-@pytest.mark.parametrize("make", TOKENIZERS)
-def test_a_hint_leaves_room(make: Any) -> None:
-    """Whatever the prompt and the template need is not the hint's."""
-    tokenizer = make()
-    question = asked(tokenizer, "1+2=?", hint="12345678")
-    empty = len(encode_chats(tokenizer, [chat("Hint: \n1+2=?")])[0])
-    for room in range(10):
-        found = placed(tokenizer, question, max_prompt_tokens=empty + room)
-        assert found.num_hint_tokens == min(room, 8)
-        assert found.is_cut == (0 < room < 8)
-        assert found.missing is (None if room else Missing.NO_ROOM)
-        assert len(found.token_ids) <= empty + room
-    with pytest.raises(DataError, match=r"prompt and hint may have 3 tokens, which is what actor\.micro_batch_tokens"):
-        placed(tokenizer, question, replace(LINE, on_missing="error"), max_prompt_tokens=3)
 
 
 @given(st.text("aé€😀 \n", max_size=12), st.integers(1, 20), st.integers(0, 60), st.sampled_from(TOKENIZERS))
@@ -276,19 +190,6 @@ def test_donors_are_other_prompts(has_hint: dict[str, bool], seed: int, random: 
     items = list(hinted.items())
     random.shuffle(items)
     assert donors(dict(items), seed=seed) == got
-
-
-def test_a_donated_hint_is_written_as_the_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts = {
-        uid: asked(tokenizer, f"{uid}?", hint=hint, uid=uid)
-        for uid, hint in (("a", "one"), ("b", "three"), ("c", None))
-    }
-    placer = HintPlacer(tokenizer, replace(LINE, max_tokens=4), max_prompt_tokens=99)
-    got = placer.place_all(prompts, donors(placer.place_all(prompts), seed=0))
-    expected = {"a": "Hint: thre\na?", "b": "Hint: one\nb?", "c": "c?"}
-    for uid, said in expected.items():
-        assert got[uid].token_ids.tolist() == encode_chats(tokenizer, [chat(said)])[0]
-    assert [got[uid].missing for uid in "abc"] == [None, None, Missing.NO_TEXT]
 
 
 # --- golden
@@ -380,31 +281,6 @@ def test_packed_golden() -> None:
 # --- rows
 
 
-def test_metrics_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rows with a hint, with one that is cut, and with none for each of the reasons."""
-    long = "1" * 40
-    prompts = {
-        "fits": asked(tokenizer, "1", hint="12"),
-        "cut": asked(tokenizer, "1", hint="12345678"),
-        "no text": asked(tokenizer, "1", hint=None),
-        "no place": asked(tokenizer, "system:1"),
-        "no room": asked(tokenizer, long, hint="12"),
-    }
-    limit = len(prompts["no room"].token_ids)
-    placer = HintPlacer(tokenizer, HintConfig(max_tokens=4), max_prompt_tokens=limit)
-    rows = [make_row(p.token_ids, [51], uid) for uid, p in prompts.items()]
-    got = hinted_rows(rows, placer.place_all(prompts))
-    assert got.has_hint.tolist() == [True, True, False, False, False]
-    assert got.metrics() == {
-        "cpo/hint_len_mean": 3.0,
-        "cpo/hint_truncated_frac": 0.2,
-        "cpo/hint_no_text_frac": 0.2,
-        "cpo/hint_no_place_frac": 0.2,
-        "cpo/hint_no_room_frac": 0.2,
-    }
-    assert hinted_rows([], {}).metrics() == {}
-
-
 # --- all prompts of a file
 
 
@@ -433,3 +309,111 @@ def test_a_file_in_which_some_hints_are_missing(tokenizer: PreTrainedTokenizerBa
     assert survey_hints(placer, questions[1:2]).warnings(placer) == []
     with pytest.raises(DataError, match="prompt q:0: has no hint: expected text in"):
         survey_hints(HintPlacer(tokenizer, HintConfig(on_missing="error"), max_prompt_tokens=99), questions)
+
+
+def test_a_donated_hint_is_written_as_the_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts = {
+        uid: asked(tokenizer, f"{uid}?", hint=hint, uid=uid)
+        for uid, hint in (("a", "one"), ("b", "three"), ("c", None))
+    }
+    placer = HintPlacer(tokenizer, replace(LINE, max_tokens=4), max_prompt_tokens=99)
+    got = placer.place_all(prompts, donors(placer.place_all(prompts), seed=0))
+    expected = {"a": "Hint: thre\na?", "b": "Hint: one\nb?", "c": "c?"}
+    for uid, said in expected.items():
+        assert got[uid].token_ids.tolist() == encode_chats(tokenizer, [chat(said)])[0]
+    assert [got[uid].missing for uid in "abc"] == [None, None, Missing.NO_TEXT]
+
+
+def test_a_file_without_a_single_hint(tokenizer: PreTrainedTokenizerBase) -> None:
+    def error(question: Prompt, cfg: HintConfig = LINE, limit: int = 99) -> str:
+        placer = HintPlacer(tokenizer, cfg, max_prompt_tokens=limit)
+        with pytest.raises(DataError) as caught:
+            survey_hints(placer, [question]).require_some(placer)
+        return str(caught.value)
+
+    fields = {"question": "1+2=?", "answer": "1+2=3", "index": 3, "empty": " "}
+    gsm8k = replace(asked(tokenizer, "1+2=?"), extra_info=fields)
+    assert error(gsm8k) == (
+        "data.train: no prompt has a hint: expected text in extra_info.gold_solution or extra_info.solution "
+        "(algo.cpo.hint.source=solution); set algo.cpo.hint.field to a field with text, of which there are: answer, "
+        "question, or set algo.cpo.method=none"
+    )
+    assert "expected text in extra_info.reason or the column reason (algo.cpo.hint.field=reason); " in error(
+        gsm8k, HintConfig(field="reason")
+    )
+    assert "the chat has no user turn in which" in error(asked(tokenizer, "system:Add."))
+    assert "may have 9 tokens, " in error(asked(tokenizer, "1+2=?"), limit=9)
+
+
+def test_a_hint_that_is_no_text() -> None:
+    with pytest.raises(DataError, match=r"prompt q:0: extra_info.gold_solution is int, expected a string"):
+        hint_text(prompt(gold_solution=3), HintConfig())
+
+
+def test_a_system_turn_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    found = placed(tokenizer, asked(tokenizer, "1+2=?"), HintConfig(place="system"))
+    assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("system:1+2=3", "1+2=?")])[0]
+
+
+def test_metrics_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Rows with a hint, with one that is cut, and with none for each of the reasons."""
+    long = "1" * 40
+    prompts = {
+        "fits": asked(tokenizer, "1", hint="12"),
+        "cut": asked(tokenizer, "1", hint="12345678"),
+        "no text": asked(tokenizer, "1", hint=None),
+        "no place": asked(tokenizer, "system:1"),
+        "no room": asked(tokenizer, long, hint="12"),
+    }
+    limit = len(prompts["no room"].token_ids)
+    placer = HintPlacer(tokenizer, HintConfig(max_tokens=4), max_prompt_tokens=limit)
+    rows = [make_row(p.token_ids, [51], uid) for uid, p in prompts.items()]
+    got = hinted_rows(rows, placer.place_all(prompts))
+    assert got.has_hint.tolist() == [True, True, False, False, False]
+    assert got.metrics() == {
+        "cpo/hint_len_mean": 3.0,
+        "cpo/hint_truncated_frac": 0.2,
+        "cpo/hint_no_text_frac": 0.2,
+        "cpo/hint_no_place_frac": 0.2,
+        "cpo/hint_no_room_frac": 0.2,
+    }
+    assert hinted_rows([], {}).metrics() == {}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        # It drops what users say, it refuses a system turn, there is no user turn.
+        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", ("1+2=?",)),
+        ("{% if messages[1] %}{{ raise_exception('one turn only') }}{% endif %}", ("1", "2", "3")),
+        (CHAT_TEMPLATE, ("system:Add.",)),
+    ],
+)
+def test_prompts_without_a_place(tokenizer: PreTrainedTokenizerBase, template: str, turns: Sequence[str]) -> None:
+    other = make_byte_tokenizer()
+    other.chat_template = template
+    question = asked(tokenizer, *turns)
+    found = placed(other, question)
+    assert found.missing is Missing.NO_PLACE
+    assert found.token_ids.tolist() == list(question.token_ids)
+    message = r"prompt q:0: has no hint: the chat has no user turn .* \(algo\.cpo\.hint\.place=before_question\)"
+    with pytest.raises(UserTagNotFound, match=message):
+        placed(other, question, HintConfig(on_missing="error"))
+
+
+def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = HintConfig(source="demonstration")
+    assert hint_text(replace(prompt(solution="1+2"), target="1+2=3\n3"), cfg) == "1+2=3\n3"
+    assert hint_text(prompt(solution="1+2"), cfg) is None
+    bare = asked(tokenizer, "1+2=?", uid="sums:7")
+    missing = r"expected text in the column data\.target_key \(algo\.cpo\.hint\.source=demonstration\)"
+    with pytest.raises(DataError, match=missing):
+        placed(tokenizer, bare, replace(cfg, on_missing="error"))
+
+
+def test_text_of_a_solution_and_of_an_answer() -> None:
+    answer = HintConfig(source="answer")
+    assert hint_text(prompt(gold_solution="1+2", solution="other"), HintConfig()) == "1+2"
+    assert hint_text(prompt(solution="1+{2}"), HintConfig()) == "1+{2}"
+    assert hint_text(prompt(ground_truth="3"), answer) == "3"
+    assert hint_text(replace(prompt(), extra_info={"ground_truth": "4"}), answer) == "4"

@@ -167,12 +167,6 @@ def test_a_prompt_has_the_tokens_of_its_images(tmp_path: Path, images: DataImage
     assert images.reader.store.read(digest()) == png()
 
 
-def test_a_text_with_the_models_own_mark_is_refused(tmp_path: Path, images: DataImages) -> None:
-    rows = files(tmp_path, {"answer": "1", "prompt": f"{LOOK} {MARK}", "images": ["red.png"]})
-    with pytest.raises(DataError, match=r"row 0: turn 0 of the role user has <\|image_pad\|>, .* write <image> in"):
-        PromptDataset(rows.paths, tokenizer(), FORM, images=images)
-
-
 @pytest.mark.parametrize("train_on", ["each", "every_token"])
 def test_supervised_rows_show_images_and_never_train_them(tmp_path: Path, images: DataImages, train_on: str) -> None:
     turns = [
@@ -204,36 +198,6 @@ def test_supervised_rows_show_images_and_never_train_them(tmp_path: Path, images
         assert not whole[shown[::2] - 1].any()
         trained = "".join(encoder.convert_ids_to_tokens(row.token_ids[whole])).replace("<|im_end|>", ".")
         assert trained.removesuffix("Ċ").endswith("one." if train_on == "each" and row is found[0] else "two.")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": LOOK, "chosen": "a <image>", "rejected": "b"},
-        {
-            side: [{"role": "user", "content": LOOK}, {"role": "assistant", "content": answer}]
-            for side, answer in (("chosen", "a"), ("rejected", "b"))
-        },
-    ],
-)
-def test_both_rows_of_a_pair_show_the_images_of_its_prompt(
-    tmp_path: Path, images: DataImages, row: dict[str, object]
-) -> None:
-    path, limits = tmp_path / "pairs.jsonl", {"max_prompt_tokens": 90, "max_response_tokens": 90}
-    path.write_text(json.dumps({**row, "images": [coded()]}) + "\n")
-    data = ResponsePairDataset([path], tokenizer(), on_long="error", form=FORM, images=images, **limits)
-    chosen, rejected = data.rows([0])
-    for each in (chosen, rejected, *mismatched_rows([chosen, rejected])):
-        (shown,) = each.images
-        assert (each.token_ids[shown.places] == MARK_ID).all()
-        assert (shown.digest, shown.grid) == (digest(), (1, 2))
-    assert chosen.token_ids.tolist() != rejected.token_ids.tolist()
-    images.keeps = True
-    data.rows([0])
-    assert images.reader.store.read(digest()) == png()
-    path.write_text(json.dumps({**row, "images": [coded()] * 2}) + "\n")
-    with pytest.raises(DataError, match=r"row 0: its texts have 1 marks <image> for 2 images"):
-        ResponsePairDataset([path], tokenizer(), on_long="error", form=FORM, images=images, **limits)
 
 
 IDS = """
@@ -313,3 +277,47 @@ def test_a_session_is_given_images_as_parts(images: DataImages) -> None:
     ]
     # Without parts, a mark is text.
     assert plain.images == ()
+
+
+def test_a_template_that_drops_images_is_refused(tmp_path: Path, images: DataImages) -> None:
+    rows, encoder = files(tmp_path, {"answer": "1", "prompt": LOOK, "images": ["red.png"]}), tokenizer()
+    encoder.chat_template = encoder.chat_template.replace(MARK, "")
+    with pytest.raises(DataError, match=r"row 0: the chat template writes 0 marks <\|image_pad\|> for 1 images"):
+        PromptDataset(rows.paths, encoder, FORM, images=images)
+
+
+def test_a_text_with_the_models_own_mark_is_refused(tmp_path: Path, images: DataImages) -> None:
+    rows = files(tmp_path, {"answer": "1", "prompt": f"{LOOK} {MARK}", "images": ["red.png"]})
+    with pytest.raises(DataError, match=r"row 0: turn 0 of the role user has <\|image_pad\|>, .* write <image> in"):
+        PromptDataset(rows.paths, tokenizer(), FORM, images=images)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": LOOK, "chosen": "a <image>", "rejected": "b"},
+        {"prompt": [{"role": "user", "content": LOOK}], "chosen": "a <image>", "rejected": "b"},
+        {
+            side: [{"role": "user", "content": LOOK}, {"role": "assistant", "content": answer}]
+            for side, answer in (("chosen", "a"), ("rejected", "b"))
+        },
+    ],
+)
+def test_both_rows_of_a_pair_show_the_images_of_its_prompt(
+    tmp_path: Path, images: DataImages, row: dict[str, object]
+) -> None:
+    path, limits = tmp_path / "pairs.jsonl", {"max_prompt_tokens": 90, "max_response_tokens": 90}
+    path.write_text(json.dumps({**row, "images": [coded()]}) + "\n")
+    data = ResponsePairDataset([path], tokenizer(), on_long="error", form=FORM, images=images, **limits)
+    chosen, rejected = data.rows([0])
+    for each in (chosen, rejected, *mismatched_rows([chosen, rejected])):
+        (shown,) = each.images
+        assert (each.token_ids[shown.places] == MARK_ID).all()
+        assert (shown.digest, shown.grid) == (digest(), (1, 2))
+    assert chosen.token_ids.tolist() != rejected.token_ids.tolist()
+    images.keeps = True
+    data.rows([0])
+    assert images.reader.store.read(digest()) == png()
+    path.write_text(json.dumps({**row, "images": [coded()] * 2}) + "\n")
+    with pytest.raises(DataError, match=r"row 0: its texts have 1 marks <image> for 2 images"):
+        ResponsePairDataset([path], tokenizer(), on_long="error", form=FORM, images=images, **limits)

@@ -18,17 +18,6 @@ def mixture(
     return MixtureSampler(sizes, weights, batch_size=batch_size, seed=seed, shuffle=shuffle)
 
 
-def test_shares_follow_the_weights() -> None:
-    sampler = mixture([10, 10], [1, 3], 4, shuffle=False)
-    # One row of the first set and three of the second in each batch of 4; rows of the second start at 10.
-    assert [sampler.next_batch() for _ in range(4)] == [
-        [0, 10, 11, 12],
-        [1, 13, 14, 15],
-        [2, 16, 17, 18],
-        [3, 19, 10, 11],
-    ]
-
-
 weights = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
 
 
@@ -61,16 +50,6 @@ def test_resume_is_exact(seed: int, num_batches: int) -> None:
     assert [resumed.next_batch() for _ in range(20)] == [sampler.next_batch() for _ in range(20)]
 
 
-def test_state_of_other_data_is_refused() -> None:
-    state = mixture([7, 20], [1, 2], 5).state_dict()
-    with pytest.raises(DataError, match="weight_1 was 2 and is now 3"):
-        mixture([7, 20], [1, 3], 5).load_state_dict(state)
-    with pytest.raises(DataError, match="size_2 was None and is now 9"):
-        mixture([7, 20, 9], [1, 2, 1], 5).load_state_dict(state)
-    with pytest.raises(DataError, match="dataset_size was 27 and is now None"):
-        mixture([7, 20], [1, 2], 5).load_state_dict(PromptSampler(27, 5, 0).state_dict())
-
-
 def test_a_set_smaller_than_its_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.train\[0\]: has 3 rows, but its weight gives it up to 4 of the 4"):
         mixture([3, 100], [1, 1], 4)
@@ -84,3 +63,13 @@ def test_paths_alone_are_one_data_set() -> None:
     assert train_files(entries) == ("a", "b")
     sampler = prompt_sampler(entries, [6, 6], batch_size=4, seed=0, shuffle=False)
     assert sampler.next_batch() == [0, 6, 7, 8]
+
+
+def test_state_of_other_data_is_refused() -> None:
+    state = mixture([7, 20], [1, 2], 5).state_dict()
+    with pytest.raises(DataError, match="weight_1 was 2 and is now 3"):
+        mixture([7, 20], [1, 3], 5).load_state_dict(state)
+    with pytest.raises(DataError, match="size_2 was None and is now 9"):
+        mixture([7, 20, 9], [1, 2, 1], 5).load_state_dict(state)
+    with pytest.raises(DataError, match="dataset_size was 27 and is now None"):
+        mixture([7, 20], [1, 2], 5).load_state_dict(PromptSampler(27, 5, 0).state_dict())

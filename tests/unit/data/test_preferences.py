@@ -10,6 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from megarl.data.preferences import OnLong, PreferenceDataset, ResponsePairDataset, mismatched_rows
 from megarl.errors import DataError
 
+SHORT_AND_LONG = [
+    {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": 1.0},
+    {"prompt": "2+2?" * 30, "chosen": "4", "rejected": "5", "margin": 2.0},
+    {"prompt": "2+2?", "chosen": "4", "rejected": "5" * 120, "margin": 3.0},
+    {"prompt": "3+3?", "chosen": "6", "rejected": "7", "margin": 4.0},
+]
+
+
 QUESTION, OTHER = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "3+3?"}
 
 
@@ -88,20 +96,20 @@ def responses(
     return ResponsePairDataset([path], tokenizer, on_long=on_long, **limits)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_policies_see_a_prompt_and_two_responses(
-    form: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    data = responses(write(tmp_path / "pairs.jsonl", form), tokenizer)
-    assert len(data) == 1
-    for row, answered in zip(data.rows([0]), "45", strict=True):
-        prompt, response = row.token_ids[: row.num_prompt_tokens], row.token_ids[row.num_prompt_tokens :]
-        assert tokenizer.decode(prompt) == text(tokenizer, "").removesuffix("<|im_end|>\n")
-        # The end token is part of what is learnt, the line feed that the template writes after it is not.
-        assert tokenizer.decode(response) == f"{answered}<|im_end|>"
-        assert row.loss_mask.all()
-        assert row.quantities == {}
-    assert [row.label for row in data.rows([0])] == ["pair:0/0", "pair:0/1"]
+def test_long_pairs_are_dropped_whole(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write(tmp_path / "pairs.jsonl", *SHORT_AND_LONG)
+    policies, judges = responses(path, tokenizer, "drop"), dataset(path, tokenizer, on_long="drop")
+    for data in (policies, judges):
+        assert (len(data), data.num_dropped) == (2, 2)
+    rows = policies.rows([0, 1])
+    answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in rows]
+    assert answers == [f"{answered}<|im_end|>" for answered in "4657"]
+    assert [tokenizer.decode(row.token_ids).split("\n")[1] for row in rows] == ["2+2?<|im_end|>", "3+3?<|im_end|>"] * 2
+    assert [row.quantities["margin"].item() for row in judges.rows([0, 1])] == [1, 4, 0, 0]
+    only_long = write(tmp_path / "long.jsonl", *SHORT_AND_LONG[1:3])
+    for opened in (responses, dataset):
+        with pytest.raises(DataError, match=r"^all 2 pairs .* raise one of them$"):
+            opened(only_long, tokenizer, on_long="drop")
 
 
 @pytest.mark.parametrize(
@@ -125,31 +133,6 @@ def test_long_pairs_for_policies_are_refused_by_name(
     path = write(tmp_path / "pairs.jsonl", {"prompt": "2+2?", "chosen": "4", "rejected": "five and then some"})
     with pytest.raises(DataError, match=message):
         responses(path, tokenizer, **limits)
-
-
-# Of these, the first and the last are short.
-SHORT_AND_LONG = [
-    {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": 1.0},
-    {"prompt": "2+2?" * 30, "chosen": "4", "rejected": "5", "margin": 2.0},
-    {"prompt": "2+2?", "chosen": "4", "rejected": "5" * 120, "margin": 3.0},
-    {"prompt": "3+3?", "chosen": "6", "rejected": "7", "margin": 4.0},
-]
-
-
-def test_long_pairs_are_dropped_whole(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    path = write(tmp_path / "pairs.jsonl", *SHORT_AND_LONG)
-    policies, judges = responses(path, tokenizer, "drop"), dataset(path, tokenizer, on_long="drop")
-    for data in (policies, judges):
-        assert (len(data), data.num_dropped) == (2, 2)
-    rows = policies.rows([0, 1])
-    answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in rows]
-    assert answers == [f"{answered}<|im_end|>" for answered in "4657"]
-    assert [tokenizer.decode(row.token_ids).split("\n")[1] for row in rows] == ["2+2?<|im_end|>", "3+3?<|im_end|>"] * 2
-    assert [row.quantities["margin"].item() for row in judges.rows([0, 1])] == [1, 4, 0, 0]
-    only_long = write(tmp_path / "long.jsonl", *SHORT_AND_LONG[1:3])
-    for opened in (responses, dataset):
-        with pytest.raises(DataError, match=r"^all 2 pairs .* raise one of them$"):
-            opened(only_long, tokenizer, on_long="drop")
 
 
 def test_mismatched_rows_answer_another_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

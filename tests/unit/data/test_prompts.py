@@ -72,6 +72,20 @@ def test_columns_of_demonstrations_and_hints_are_named(tokenizer: PreTrainedToke
         PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=99), demonstrations=DemonstrationConfig())
 
 
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_blank_prompts_are_refused_unless_an_environment_writes_them(
+    blank: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    for turns in (blank, row(blank)["prompt"], [system, *row(blank)["prompt"]]):
+        path = write(tmp_path / "a.jsonl", [row("1"), row("", prompt=turns)])
+        with pytest.raises(DataError, match=r"a\.jsonl row 1: the turns before the answer are blank, expected a quest"):
+            PromptDataset([path], tokenizer, DataConfig())
+        assert len(PromptDataset([path], tokenizer, DataConfig(), environment=EnvironmentConfig(default="game"))) == 2
+    path = write(tmp_path / "a.jsonl", [row("", prompt=[*row(blank)["prompt"], *row("1")["prompt"]])])
+    assert len(PromptDataset([path], tokenizer, DataConfig())) == 1
+
+
 def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row("1"), row("4444"), row("22")])
     limit = NUM_TEMPLATE_TOKENS + 3
@@ -86,17 +100,3 @@ def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase
     ]
     with pytest.raises(DataError, match=r"all 3 prompts have more tokens than data.max_prompt_tokens=2"):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=2, on_long_prompt="drop"))
-
-
-@pytest.mark.parametrize("blank", ["", " \n"])
-def test_blank_prompts_are_refused_unless_an_environment_writes_them(
-    blank: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    for turns in (blank, row(blank)["prompt"], [system, *row(blank)["prompt"]]):
-        path = write(tmp_path / "a.jsonl", [row("1"), row("", prompt=turns)])
-        with pytest.raises(DataError, match=r"a\.jsonl row 1: the turns before the answer are blank, expected a quest"):
-            PromptDataset([path], tokenizer, DataConfig())
-        assert len(PromptDataset([path], tokenizer, DataConfig(), environment=EnvironmentConfig(default="game"))) == 2
-    path = write(tmp_path / "a.jsonl", [row("", prompt=[*row(blank)["prompt"], *row("1")["prompt"]])])
-    assert len(PromptDataset([path], tokenizer, DataConfig())) == 1

@@ -1,21 +1,15 @@
 """What rows mean, and what is said of bad ones."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig, SftConfig
-from megarl.data.files import RowFiles
+from megarl.config.schema import DataConfig
 from megarl.data.records import (
-    Message,
-    demonstration_columns,
     parse_demonstration,
     parse_prompt,
-    prompt_columns,
 )
 from megarl.errors import DataError
-from megarl_lab.recipes.prompt_file import write_parquet
 from tests.helpers.public_rows import PUBLIC_FORMS
 
 ROW: dict[str, Any] = {
@@ -26,17 +20,6 @@ ROW: dict[str, Any] = {
     "extra_info": {"index": 3, "gold_solution": "1+1=2"},
     "target": [{"role": "assistant", "content": "#### 2"}],
 }
-
-
-def test_parse_prompt() -> None:
-    record = parse_prompt(ROW, "here")
-    assert record.messages == (
-        Message(role="system", content="be brief"),
-        Message(role="user", content="1+1=?"),
-    )
-    assert record.data_source == "megarl/sums"
-    assert record.ground_truth == "2"
-    assert record.extra_info == {"index": 3, "gold_solution": "1+1=2"}
 
 
 @pytest.mark.parametrize(
@@ -85,14 +68,5 @@ def test_a_target_is_one_assistant_turn(target: list[dict[str, str]]) -> None:
         parse_demonstration({**ROW, "target": target}, "here")
 
 
-def test_parquet_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
-    plain = {key: value for key, value in ROW.items() if key != "target"}
-    write_parquet(path, [ROW, plain])
-    files = RowFiles([path], columns=prompt_columns(DataConfig()))
-    # Fields that a row left out are gone again, although Parquet stores them as nulls.
-    assert [parse_prompt(row, "here") for row in files] == [parse_prompt(ROW, "here")] * 2
-    demonstrations = RowFiles([path], columns=demonstration_columns(DataConfig(), SftConfig()))
-    assert parse_demonstration(demonstrations[0], "here").messages[-1].content == "#### 2"
-    with pytest.raises(DataError, match=r"got columns .*, expected messages, conversations, or prompt with"):
-        parse_demonstration(demonstrations[1], "here")
+def test_a_judging_model_needs_no_ground_truth() -> None:
+    assert parse_prompt({**ROW, "reward_model": {"style": "model"}}, "here").ground_truth == ""

@@ -131,13 +131,6 @@ def test_the_sequences_before_do_not_change_what_is_refused(name: str, tokenizer
         assert refuses(check, roles) == refuses(RoleCheck(tokenizer), roles)
 
 
-def test_blank_turns_and_thoughts_of_earlier_answers_may_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = by_role({"user": IM, "assistant": UNTHOUGHT}, IM_PROMPT)
-    turns = [Message(role="system", content=" "), *chat(("user", "assistant", "user", "assistant"))]
-    turns[2] = Message(role="assistant", content="<think>Zq</think>so")
-    SpelledSpecialTokens(tokenizer).look(turns, "row 0", whole=True)
-
-
 WHY = "Why"
 THOUGHTS = (f"<think>{WHY}</think>3", f"{WHY}\n</think>\n\n3", f"So <think>\n{WHY}</think>3", f"[THINK]{WHY}[/THINK]3")
 
@@ -181,22 +174,6 @@ def test_a_thought_is_opened_and_closed_once(ending: str, tokenizer: PreTrainedT
             assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == goes_on
 
 
-@pytest.mark.parametrize("name", ["<think>\n", "<reasoning>"])
-def test_an_answer_goes_on_with_the_thought_that_the_prompt_opens(
-    name: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    tokenizer.chat_template = looped(IM, IM_PROMPT + name)
-    question, closing = chat(("user",)), name.strip().replace("<", "</")
-    for answer in (f"{closing}\n\n3", f"\n{closing}3", f"1+2=3{closing}3"):
-        assert tokenizer.decode(Answers(tokenizer).demonstration(question, answer)).startswith(answer)
-    for answer in ("3", "<thoughts>1+2</thoughts>3", "In <think> tags: 3"):
-        said = rf"^row 5: the answer is .* ends with .*{name.strip()}.*; begin it with {closing} or .* or let "
-        with pytest.raises(DataError, match=said):
-            Answers(tokenizer).demonstration(question, answer, where="row 5")
-        with pytest.raises(DataError, match=r"^row 5: turn 1: the answer is .*, so that "):
-            Answers(tokenizer).turns([*question, Message(role="assistant", content=answer)], [1], where="row 5")
-
-
 @pytest.mark.parametrize("ending", ["", "<reasoning>"])
 def test_a_target_ends_the_thought_within_which_the_prefill_stops(
     ending: str, tokenizer: PreTrainedTokenizerBase
@@ -216,3 +193,11 @@ def test_a_target_ends_the_thought_within_which_the_prefill_stops(
     for answer in (": 3", f"{name}3{closing}3"):
         with pytest.raises(DataError, match=rf"^row 6: the answer is .* never ends; begin it with {closing}"):
             Answers(tokenizer).demonstration([*chat(("user",)), begun], answer, where="row 6")
+
+
+def test_whole_chats_open_a_thought_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = by_role({"user": IM, "assistant": IM.replace("\n{{", "\n<think>\n{{")}, IM_PROMPT)
+    looks, thought = SpelledSpecialTokens(tokenizer), Message(role="assistant", content="<think>a</think>b")
+    looks.look(chat(("user", "assistant")), "row 0", whole=True)
+    with pytest.raises(DataError, match=r"^row 1: turn 1: the chat template opens a thought before the answer"):
+        looks.look([*chat(("user",)), thought], "row 1", whole=True)

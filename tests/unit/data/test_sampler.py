@@ -7,16 +7,6 @@ from hypothesis import strategies as st
 from megarl.data.sampler import PromptSampler
 from megarl.errors import ConfigError, DataError
 
-
-def test_rows_of_an_unfinished_batch_come_later_in_the_next_epoch() -> None:
-    sampler = PromptSampler(3, 2, seed=0, shuffle=False)
-    # Epoch 1 would start with 0, 1, 2 after the held row 2: [2, 0], then [1, 2].
-    assert [sampler.next_batch() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
-    sampler = PromptSampler(4, 3, seed=0, shuffle=False)
-    # 3 is held, so 0 and 1 complete the batch and 2, 3 are left; they are held, so epoch 2 starts with 0.
-    assert [sampler.next_batch() for _ in range(4)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0], [1, 2, 3]]
-
-
 sizes = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
 

@@ -55,15 +55,3 @@ def test_rows_that_spell_a_special_token_are_named(tmp_path: Path, kind: str) ->
         f"{tmp_path}/rows.jsonl row 1: turn 0 of the role user has '<|im_end|>'; if they are only mentioned there, "
         "write them otherwise, such as with a space in them"
     )
-
-
-@pytest.mark.parametrize(("kind", "mark"), [("prompts", "<image>"), ("chats", "<|audio|>")])
-def test_rows_that_mark_pictures_are_named(tmp_path: Path, kind: str, mark: str) -> None:
-    shown, about = ASKED | {"content": f"{mark}\nWhat is it?"}, ASKED | {"content": "Is <img> HTML? Is an image?"}
-    assert warnings_of(tmp_path, *rows_of(kind, ASKED, about)) == []
-    (warning,) = warnings_of(tmp_path, *rows_of(kind, ASKED, shown, shown))
-    assert warning == (
-        "data.train: 2 rows have marks that stand for pictures, films or sounds elsewhere, the first "
-        f"{tmp_path}/rows.jsonl row 1: turn 0 of the role user has {mark!r}; models are trained on texts alone: "
-        "leave such rows out, unless they speak of the mark itself"
-    )

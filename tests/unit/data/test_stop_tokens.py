@@ -204,12 +204,6 @@ def test_an_end_that_is_a_piece_of_text_is_refused() -> None:
         by_template(CHATML, declared=(2, hash_sign))
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6')
-    with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: not JSON: .*; copy the model again$"):
-        declared_stop_tokens(tmp_path)
-
-
 @pytest.mark.parametrize("declared", ["</s>", ["<|im_end|>"], True, [1, None], 2**40])
 def test_ends_that_are_no_numbers_of_tokens_are_refused(declared: object, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))

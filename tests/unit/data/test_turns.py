@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.chat import encode_chats, render_chats
+from megarl.data.chat import encode_chats
 from megarl.data.turns import InterTurnTokens
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
@@ -120,17 +120,6 @@ def test_a_text_that_cannot_be_told_from_the_template_is_refused() -> None:
         inter_turn.own_texts(ids, chat, [2], inter_turn.text)
 
 
-def test_thoughts_that_the_template_drops_stay_in_the_stream() -> None:
-    tokenizer = tokenizer_of("Qwen3, which drops earlier thoughts")
-    inter_turn = InterTurnTokens(tokenizer)
-    thoughtful = "<think>\nhm\n</think>\n\n6"
-    (rendered,) = render_chats(tokenizer, [[QUESTION, Message(role="assistant", content=thoughtful), USER]])
-    assert "hm" not in rendered
-    stream = encode_chats(tokenizer, [[QUESTION]])[0] + tokenizer(thoughtful)["input_ids"] + [END]
-    stream += inter_turn.between([USER], last_token=stream[-1])
-    assert "hm" in tokenizer.decode(stream)
-
-
 def test_templates_without_marks_or_roles_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(ConfigError, match=r"writes '\\nuser: .* expected a special token that ends the turn"):
@@ -180,3 +169,15 @@ def test_a_mark_that_a_reply_spells_is_read_with_a_space_and_other_text_as_it_is
         assert tokenizer.decode(ids) == f"\n<|im_start|>tool\n{expected}<|im_end|>\n<|im_start|>assistant\n"
     with pytest.raises(TypeError, match="content is int, expected a text"):
         inter_turn.plain(Message(role="tool", content=5))  # type: ignore[arg-type]
+
+
+def test_a_token_that_a_mark_shares_is_nobodys_own_text() -> None:
+    """By hand: the template writes a line feed before what a tool says, and a mark after it."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("\n6", normalized=False), AddedToken("7<", normalized=False)])
+    inter_turn = InterTurnTokens(tokenizer)
+    for said, own in (("61", "1"), ("6", ""), ("17", "1"), ("1\n61", "1\n61"), ("", "")):
+        reply = [Message(role="tool", content=said)]
+        ids = inter_turn.between(reply, last_token=END)
+        (bounds,) = inter_turn.own_texts(ids, reply, [0], inter_turn.follows) or [(0, 0)]
+        assert tokenizer.decode(ids[slice(*bounds)]) == own

@@ -67,15 +67,6 @@ def test_another_version_and_older_keys_are_wrong_whatever_the_difference() -> N
     assert finding([[-1.0]], [[-1.0]]).problems(3) == []
 
 
-def test_weights_that_changed_are_named() -> None:
-    held, sent = [{"a": 1, "b": 2}, {"a": 1}], [{"a": 1, "b": 3}, {"a": 5}]
-    said = "2 of its weights changed when they were sent again: b of worker 0, a of worker 1"
-    assert weights_in_words(held, sent) == said
-    assert weights_in_words(held, held).startswith("none of its weights changed")
-    many = [dict.fromkeys("abcde", 0)], [dict.fromkeys("abcde", 1)]
-    assert weights_in_words(*many).endswith("c of worker 0 and 2 more")
-
-
 @dataclass
 class Run:
     """Engines, a trainer and a clock; `error` is added to the log-probs of an engine, by its index."""
@@ -177,13 +168,6 @@ def test_a_round_primes_before_the_sync_asks_after_it_and_compares_before_the_up
     assert run.calls == ["generate", "ask 3", "generate", "ask 4", "score actor", "forward 5"]
 
 
-def test_by_itself_it_takes_a_hundredth(run: Run) -> None:
-    """Three seconds in 200: two steps. The first round is that of the first sync."""
-    canary = run.canary(every=None)
-    found = [run.step(canary, step).get("canary/every") for step in range(1, 8)]
-    assert found == [None, 2.0, None, 2.0, None, 2.0, None]
-
-
 @pytest.mark.parametrize(("error", "fails"), [(2.9e-4, False), (3.1e-4, True)])
 def test_an_engine_beyond_the_limit_ends_the_step(run: Run, error: float, fails: bool) -> None:
     """Answers have four tokens: 1e-4 · (1 + 4/√4) is 3e-4."""
@@ -223,6 +207,23 @@ def test_what_a_second_answer_does_not_show_was_chance(run: Run) -> None:
     run.num_wrong = None
     with pytest.raises(MismatchError, match="engine 1 differs from the trainer by 1 nats"):
         run.step(canary, 3)
+
+
+def test_a_sync_that_fails_again_is_told(run: Run) -> None:
+    canary = run.canary(every=1)
+    run.step(canary, 1)
+    run.version, run.refuses = 0, True
+    with pytest.raises(MismatchError, match=r"version 0.*sending the weights again failed: 1 tensors differ"):
+        run.step(canary, 2)
+
+
+def test_weights_that_changed_are_named() -> None:
+    held, sent = [{"a": 1, "b": 2}, {"a": 1}], [{"a": 1, "b": 3}, {"a": 5}]
+    said = "2 of its weights changed when they were sent again: b of worker 0, a of worker 1"
+    assert weights_in_words(held, sent) == said
+    assert weights_in_words(held, held).startswith("none of its weights changed")
+    many = [dict.fromkeys("abcde", 0)], [dict.fromkeys("abcde", 1)]
+    assert weights_in_words(*many).endswith("c of worker 0 and 2 more")
 
 
 def test_what_was_not_asked_before_the_weights_changed_is_not_asked_later(run: Run) -> None:

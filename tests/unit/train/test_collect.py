@@ -55,22 +55,6 @@ def queue_of(size: int, batch_size: int = 2, *, shuffle: bool = False) -> Prompt
 # --- the queue
 
 
-def test_prompts_that_are_given_back_are_first() -> None:
-    queue = queue_of(6)
-    assert queue.take(3, except_for=set()) == [0, 1, 2]
-    queue.give_back([2, 0])
-    assert queue.take(4, except_for=set()) == [2, 0, 3, 4]
-
-
-def test_no_take_has_a_prompt_twice() -> None:
-    queue = queue_of(3, 3)
-    assert queue.take(2, except_for=set()) == [0, 1]
-    queue.give_back([0])
-    # Waiting are 0 and 2, then the next epoch's 0, 1, 2: its 0 waits, and its 2 is not reached.
-    assert queue.take(3, except_for=set()) == [0, 2, 1]
-    assert queue.take(3, except_for=set()) == [0, 2, 1]
-
-
 def test_a_queue_continues_from_its_state() -> None:
     queue, resumed = queue_of(7, 3, shuffle=True), queue_of(7, 3, shuffle=True)
     first = queue.take(4, except_for={2})
@@ -297,19 +281,6 @@ def test_refills_until_the_step_is_full_and_what_is_left_over_is_first_next_time
     assert {sample.seed for sample in second.rollout.samples} == {2}
 
 
-def test_no_prompt_is_asked_twice_in_a_step() -> None:
-    world = World([WRONG, WRONG, RIGHT, WRONG, MIXED])
-    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=9), 2)
-    first = collect(collector, 1)
-    # The last refill asks for all that is left, one prompt; the sampler's next batch holds 4 and the new epoch's 0.
-    assert world.asked == [(1, [0, 1]), (1, [2, 3]), (1, [4])]
-    assert prompts_of(first) == [4]
-    assert first.metrics["filter/num_refills"] == 2
-    # 0 has been waiting since.
-    assert prompts_of(collect(collector, 2)) == [4]
-    assert world.asked[3] == (2, [0, 1])
-
-
 def test_what_nobody_could_judge_does_not_train() -> None:
     """A group goes on without a lost row; one row alone, or none, is no group."""
     world = World([(1.0, LOST, 0.0, 0.0), (LOST, 1.0, LOST, LOST), (LOST,) * 4, (0.0, 1.0, 1.0, LOST)])
@@ -349,44 +320,9 @@ def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
     assert compute_advantages(batch, algo.advantage).advantages[:, 0].tolist() == [-1.0, 0.0]
 
 
-@pytest.mark.parametrize("resumed_after", [2])
-def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
-    rng = random.Random(0)
-    scores = [rng.choice([MIXED, MIXED, WRONG, RIGHT]) for _ in range(11)]
-    cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=3)
-    world, again = World(scores), World(scores)
-    collector = world.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
-    got, state = [], None
-    for step in range(1, 7):
-        got.append(prompts_of(collect(collector, step)))
-        if step == resumed_after:
-            state = json.loads(json.dumps(collector.queue.state_dict()))
-    assert state is not None
-    resumed = again.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
-    resumed.queue.load_state_dict(state)
-    assert [prompts_of(collect(resumed, step)) for step in range(resumed_after + 1, 7)] == got[resumed_after:]
-    assert again.asked == [call for call in world.asked if call[0] > resumed_after]
-    # The filter acted, and something waited for its step.
-    assert len(world.asked) > 6
-
-
 # --- ahead of training
 
 AHEAD = ScheduleConfig(staleness=1, on_update="continue")
-
-
-def test_a_step_takes_the_oldest_groups_and_the_pipeline_is_filled_again() -> None:
-    world = World([MIXED] * 9)
-    rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
-    admit(rollouts, 0)
-    # The plan's step is the one that will train on the prompts.
-    assert world.asked == [(1, [0, 1]), (2, [2, 3])]
-    assert prompts_of(rollouts.take(1)) == [0, 1]
-    rollouts.scheduler.release()
-    admit(rollouts, 1)
-    assert world.asked[2:] == [(3, [4, 5])]
-    assert prompts_of(rollouts.take(2)) == [2, 3]
-    assert rollouts.scheduler.pipeline == {2: 0, 3: 0, 4: 1, 5: 1}
 
 
 def test_the_pipeline_replaces_what_the_filter_removes() -> None:
@@ -496,3 +432,14 @@ def test_a_changed_schedule_or_engine_samples_the_pipeline_anew(
     loop.wait(turns())
     assert again.asked == []
     assert prompts_of(collect(resumed, 2)) == [2, 3]
+
+
+def test_a_run_whose_samples_nobody_judges_ends_and_says_so() -> None:
+    world = World([(LOST, LOST)] * 6)
+    collector = world.collector(FilterConfig(max_skipped_steps=2), 2)
+    assert prompts_of(collect(collector, 1)) == []
+    with pytest.raises(
+        RunError,
+        match=r"^2 steps in a row .* 0 judged groups, 2 that could not be judged \(1 samples .*\)\. Mend what keeps",
+    ):
+        collect(collector, 2)

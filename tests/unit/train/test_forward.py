@@ -248,17 +248,6 @@ def test_plain_hinted_and_shuffled_rows_share_one_pass(
     )
 
 
-def test_a_conversation_that_its_environment_opened_cannot_have_a_hint(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
-) -> None:
-    opened = replace(
-        rows[0], token_ids=np.concatenate([[5], rows[0].token_ids]), num_prompt_tokens=rows[0].num_prompt_tokens + 1
-    )
-    talking = {"a": replace(prompts["a"], environment="game")}
-    with pytest.raises(DataError, match="row a/0: its environment 'game' opens conversations with messages of its own"):
-        Bench(writer(tokenizer)).run([opened], talking, HINTED)
-
-
 @pytest.mark.parametrize(
     ("correction", "staleness", "mini_batches", "gate_passed", "needed"),
     [
@@ -365,3 +354,14 @@ def test_divergences_are_of_rows_and_their_hinted_twins(
     # 1.00 is the first row of the first call.
     assert [constant(row.quantities["old_logprobs"]) for row in got] == [100, 101, 1.00, 102, 103]
     assert [constant(row.quantities["hint_logprobs"]) for row in got] == [200, 201, 1.00, 202, 203]
+
+
+def test_a_conversation_that_its_environment_opened_cannot_have_a_hint(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    opened = replace(
+        rows[0], token_ids=np.concatenate([[5], rows[0].token_ids]), num_prompt_tokens=rows[0].num_prompt_tokens + 1
+    )
+    talking = {"a": replace(prompts["a"], environment="game")}
+    with pytest.raises(DataError, match="row a/0: its environment 'game' opens conversations with messages of its own"):
+        Bench(writer(tokenizer)).run([opened], talking, HINTED)

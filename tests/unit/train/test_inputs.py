@@ -97,20 +97,6 @@ def test_adapters_to_begin_with_are_checked_before_anything_starts(
             opened(4, reward=reward)
 
 
-def test_a_critic_is_a_language_model_or_a_model_with_a_scalar_head(models: Path) -> None:
-    checked(models, Role.CRITIC, "policy")
-    checked(models, Role.CRITIC, "critic")
-    checked(models, Role.REFERENCE, "policy")
-    with pytest.raises(ConfigError, match=r"missing \['lm_head\.weight'\] \(1\), unknown \['score\.weight'\] \(1\)"):
-        checked(models, Role.REFERENCE, "critic")
-
-
-def test_a_frozen_critic_needs_a_value_head(models: Path) -> None:
-    checked(models, Role.CRITIC, "critic", trainable=False)
-    with pytest.raises(ConfigError, match=r"^critic\.freeze: got true, but .*/policy .* has no score\.weight"):
-        checked(models, Role.CRITIC, "policy", trainable=False)
-
-
 class Writers:
     """Ranks that claim to have written everything, and write nothing: weights stay 0."""
 
@@ -162,11 +148,6 @@ def opened(models: Path, directory: Path, **sections: Any) -> TrainInputs:
     return open_train_inputs(from_dict(Config, {**tree, **sections}))
 
 
-def test_nothing_is_predicted_of_environments_that_no_row_has(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algo\.echo_coef: got 0\.1, but no row of data\.train has an environment"):
-        opened(models, tmp_path, algo={"echo_coef": 0.1})
-
-
 def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Path, tmp_path: Path) -> None:
     """The tokenizer and generation_config.json name <|endoftext|> (0), the template writes <|im_end|> (2)."""
     base = tmp_path / "base"
@@ -197,39 +178,6 @@ def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Pat
     template.write_text(template.read_text().replace("<|im_end|>", "<|done|>"))
     with pytest.raises(ConfigError, match=r"with '<\|done\|>', which is not a token of .*; set rollout\.stop to "):
         open_train_inputs(inputs.config)
-
-
-def test_a_hub_id_is_resolved_once_for_all_that_follows(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The configuration of the inputs is what ranks, engines and the run's directory see."""
-    asked: list[str] = []
-
-    def download(name: str, **_: Any) -> str:
-        asked.append(name)
-        return str(tmp_path / name.removeprefix("org/"))
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    inputs = opened(models, tmp_path, model={"path": "org/policy", "dtype": "float32"}, algo={"kl": {"where": "loss"}})
-    assert asked == ["org/policy"]
-    assert inputs.config.model.path == str(tmp_path / "policy")
-    assert {role.model.path for role in inputs.roles} == {str(tmp_path / "policy")}
-    turns = {
-        name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]
-        for name, text in (("prompt", "3+5=?"), ("target", "8"), ("chosen", "8"), ("rejected", "9"))
-    }
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(turns) + "\n")
-    for section, model, open_inputs in (
-        ("sft", "policy", open_sft_inputs),
-        ("train_preference", "policy", open_train_preference_inputs),
-        ("train_reward", "critic", open_train_reward_inputs),
-    ):
-        tree = {
-            "model": {"path": f"org/{model}", "dtype": "float32"},
-            section: {"train": [str(tmp_path / "pairs.jsonl")], "batch_size": 1},
-            **LENGTHS,
-        }
-        assert open_inputs(from_dict(Config, tree)).config.model.path == str(tmp_path / model), section
 
 
 def test_kto_takes_two_held_out_pairs(models: Path, tmp_path: Path) -> None:
@@ -271,6 +219,36 @@ def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path
     assert read.endswith("Hello")
 
 
+def test_a_frozen_critic_needs_a_value_head(models: Path) -> None:
+    checked(models, Role.CRITIC, "critic", trainable=False)
+    with pytest.raises(ConfigError, match=r"^critic\.freeze: got true, but .*/policy .* has no score\.weight"):
+        checked(models, Role.CRITIC, "policy", trainable=False)
+
+
+def test_dropped_pairs_are_a_warning(models: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "chosen": text, "rejected": "c"} for text in ("bb", "b" * 200, "bbb")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for section, open_inputs in (
+        ("train_preference", open_train_preference_inputs),
+        ("train_reward", open_train_reward_inputs),
+    ):
+        settings = {"train": [str(path)], "val": [str(path)], "on_long": "drop", "batch_size": 2}
+        model = {"path": str(models / "policy"), "dtype": "float32"}
+        inputs = open_inputs(from_dict(Config, {"model": model, section: settings, **LENGTHS}))
+        assert len(inputs.train) == 2
+        assert inputs.warnings == tuple(
+            f"{section}.{name}: dropped 1 of 3 pairs over data.max_prompt_tokens or rollout.max_response_tokens"
+            for name in ("train", "val")
+        )
+
+
+def test_epochs_set_the_number_of_steps(models: Path, tmp_path: Path) -> None:
+    """Three passes over one prompt, one prompt per step."""
+    inputs = opened(models, tmp_path, trainer={"prompts_per_step": 1, "total_epochs": 3})
+    assert (inputs.config.trainer.total_steps, inputs.config.trainer.total_epochs) == (3, None)
+
+
 @pytest.mark.parametrize(("estimator", "room"), [("pmi", 200 - 64), ("full_kl", 100 - 64)])
 def test_hints_leave_room_for_the_longest_response(models: Path, tmp_path: Path, estimator: str, room: int) -> None:
     cpo = {"method": "mi", "mi_estimator": estimator}
@@ -280,3 +258,8 @@ def test_hints_leave_room_for_the_longest_response(models: Path, tmp_path: Path,
     assert inputs.hint_survey is not None
     assert inputs.hint_survey.total == {"prompts": 1, "placed": 1}
     assert inputs.warnings == []
+
+
+def test_nothing_is_predicted_of_environments_that_no_row_has(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algo\.echo_coef: got 0\.1, but no row of data\.train has an environment"):
+        opened(models, tmp_path, algo={"echo_coef": 0.1})

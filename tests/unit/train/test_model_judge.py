@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import offloading
 from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats
+from megarl.errors import DataError
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import (
     FinishReason,
@@ -72,16 +74,6 @@ def test_the_policys_own_tokens_ended_as_the_template_ends_turns() -> None:
     assert encoder.encode(prompt(), sample("")).tolist() == list(prompt().token_ids)
 
 
-def test_another_tokenizer_reads_the_chat_in_its_own_template() -> None:
-    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}<verdict>"
-    own = other_tokenizer(template)
-    encoder = ConversationEncoder(TOKENIZER, own)
-    assert encoder.num_extra_tokens is None
-    ids = encoder.encode(prompt(), sample("5+3=8\n#### 8<|im_end|>"))
-    assert own.decode(ids) == "[user] 5+3=?\n[assistant] 5+3=8\n#### 8\n<verdict>"
-    assert ids[-1] == own.convert_tokens_to_ids("<verdict>")
-
-
 def test_a_conversation_is_read_as_it_is_or_as_its_last_turn() -> None:
     """Another model's template is never shown a tool's output as part of the answer."""
     whole = sample("calc 5+3<|im_end|>")
@@ -94,19 +86,6 @@ def test_a_conversation_is_read_as_it_is_or_as_its_last_turn() -> None:
     )
     own = other_tokenizer("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
     assert own.decode(ConversationEncoder(TOKENIZER, own).encode(prompt(), whole)) == "[user] 5+3=?[assistant] #### 8"
-
-
-def test_a_template_that_rewrites_answers_is_applied() -> None:
-    """As templates of reasoning models do, which put an empty thought into the answer."""
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ message['content'] }}", "{{ '<think></think>' if message['role'] == 'assistant' }}{{ message['content'] }}"
-    )
-    assert Answers(tokenizer).ending is None
-    encoder = ConversationEncoder(tokenizer, tokenizer)
-    assert "assistant\n<think></think>#### 8<|im_end|>\n" in tokenizer.decode(
-        encoder.encode(prompt(), sample("#### 8<|im_end|>"))
-    )
 
 
 class LastTokens:
@@ -131,16 +110,6 @@ def batch(*texts: str) -> RolloutBatch:
     return RolloutBatch(prompts={"a": prompt()}, samples=tuple(sample(text, i) for i, text in enumerate(texts)))
 
 
-def test_scores_in_the_order_of_the_samples() -> None:
-    passes, phases = LastTokens(), list[Phase]()
-    found = rewards(passes, phases).score(batch("#### 8<|im_end|>", "x", "#### 9"))
-    newline, x, nine = (TOKENIZER(text)["input_ids"][-1] for text in ("\n", "x", "9"))
-    assert found == [newline, x, nine]
-    assert [row.label for row in passes.rows] == ["a/0", "a/1", "a/2"]
-    assert [phase.name for phase in phases] == ["score reward_model"]
-    assert rewards(passes, phases).score(RolloutBatch(prompts={}, samples=())) == []
-
-
 def test_as_a_judge_it_waits_for_the_whole_batch() -> None:
     entered: list[Phase] = []
     judge = ModelJudge(rewards(LastTokens(), entered))
@@ -152,3 +121,8 @@ def test_as_a_judge_it_waits_for_the_whole_batch() -> None:
     judged = judge.finish([judging])
     assert [reward.score for reward in judged.rewards] == [TOKENIZER(text)["input_ids"][0] for text in "89"]
     assert len(entered) == 1
+
+
+def test_a_conversation_that_is_too_long_is_named() -> None:
+    with pytest.raises(DataError, match=r"sample a/1: has 28 tokens for the reward model, expected <= 27; raise"):
+        rewards(LastTokens(), [], max_tokens=27).score(batch("x", "x" * (28 - len(prompt().token_ids))))

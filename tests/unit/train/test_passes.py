@@ -1,22 +1,17 @@
 """What the driver asks the ranks for: micro-batch plans, rows with what the objective reads, mini-batches of groups."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megarl.algos.batch_statistics import step_scale
 from megarl.algos.preference import preference_objective
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
-from megarl.config.algo import AlgoConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
-from megarl.errors import ConfigError
 from megarl.train import passes
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row, RowImage
@@ -101,17 +96,6 @@ def updater_of(
 # --- forward passes
 
 
-def test_rows_are_spread_over_ranks_and_micro_batches() -> None:
-    workers = FakeWorkers()
-    rows = [make_row("a", 0, 8), make_row("b", 0, 5), make_row("c", 0, 3)]
-    RolePasses(workers, role_of(LayoutConfig(dp=2))).forward(rows, step=0)
-    # 8 | 5 + 3 tokens: each fills its rank's one micro-batch of 8.
-    assert list(workers.forwarded[0][1].ranks) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
-    # Two stages of two chunks each take micro-batches in pairs.
-    RolePasses(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).forward(rows[:1], step=0)
-    assert workers.forwarded[1][1].ranks == [[[0], []]]
-
-
 def test_rows_of_one_prompt_stay_together() -> None:
     """Samples of two prompts, by turns: by their lengths alone, each rank would get one of each prompt."""
     workers = FakeWorkers()
@@ -165,49 +149,6 @@ def test_branches_of_a_row_share_what_lies_before_them() -> None:
     assert updater.update([forked], AlgoState(), step=1).metrics["perf/shared_tokens_frac"] == 0
 
 
-def test_a_row_whose_paths_share_nothing_and_fill_more_than_a_micro_batch_has_one_of_its_own() -> None:
-    """It has 32 tokens, and paths of 16, 16 and 16; without forks so many tokens would be refused."""
-    row = make_row("a", 1, 32)
-    mask = np.ones(row.num_response_tokens, dtype=np.bool_)
-    forked = replace(row, loss_mask=mask, forks=(Fork(16, 7), Fork(24, 7)))
-    workers, settings = FakeWorkers(), role_of(micro_batch_tokens=40)
-    alone = replace(settings, settings=replace(settings.settings, share_prefixes=False))
-    rows = [make_row("b", 2, 20), forked, make_row("b", 3, 20)]
-    updater_of(workers, alone).update(rows, AlgoState(), step=1)
-    assert workers.updated[0][1].ranks in ([[[1], [0, 2]]], [[[0, 2], [1]]])
-    with pytest.raises(ConfigError, match="row 0 has 48 tokens, actor"):
-        updater_of(workers, alone).update([make_row("a", 1, 48)], AlgoState(), step=1)
-
-
-def test_experts_count_a_token_in_the_first_row_that_has_it() -> None:
-    """Whether rows share prefixes or not, as under context parallelism."""
-    experts = Experts(num=4, per_token=2, ffn=8, normalized=True, layers=(0,))
-    dims = Dims(num_layers=1, hidden=64, ffn=8, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
-    rows = [make_row("a", 1, 6), make_row("b", 2, 5), make_row("a", 1, 8)]
-    for layout in (LayoutConfig(), LayoutConfig(cp=2)):
-        workers = FakeWorkers()
-        role = role_of(layout, micro_batch_tokens=64)
-        sparse = replace(dims, experts=experts)
-        RoleUpdater(workers, role, SftAlgorithm(), total_steps=1, dims=sparse).update(rows, AlgoState(), step=1)
-        assert [row.num_uncounted for row in workers.updated[0][0]] == [0, 0, 6]
-
-
-def test_pairs_share_a_micro_batch() -> None:
-    workers = FakeWorkers()
-    rows = [make_row("a", 1, 4), make_row("b", 2, 3), make_row("c", 3, 3)]
-    hinted = [make_row("a", 11, 8), make_row("b", 12, 5), make_row("c", 13, 3)]
-    role = role_of(micro_batch_tokens=14)
-    found = RolePasses(workers, role).forward_pairs(rows, hinted, step=5)
-    ((sent, plan, request),) = workers.forwarded
-    assert request.paired
-    assert [row.token_ids[0] for row in sent] == [1, 2, 3, 11, 12, 13]
-    # Pairs have 12, 8 and 6 tokens, of which 14 fit: the last two together, the first alone.
-    assert plan.ranks == [[[1, 2, 4, 5], [0, 3]]]
-    # The divergences are those of the first halves.
-    assert [values.tolist() for values in found["kl"]] == [[1.0] * 3, [2.0] * 2, [3.0] * 2]
-    assert [values[0] for values in found["logprobs"]] == [1, 2, 3, 11, 12, 13]
-
-
 # --- updates
 
 
@@ -235,18 +176,6 @@ def test_an_update_sends_what_the_objective_reads() -> None:
     assert request.denominators == {"tokens": 5}
     assert [values.tolist() for values in result.before.values()] == [[7.0] * 3, [9.0] * 2]
     assert list(result.before) == [0, 1]
-
-
-def test_the_learning_rate_is_scaled_by_what_the_rows_of_the_step_say() -> None:
-    """Rows whose weights are 1, and 1 beside one of about 0: shares of 1 and a half, and their roots."""
-    workers, scale = FakeWorkers(), partial(step_scale, cfg=AlgoConfig(step_scale_power=0.5))
-    updater = RoleUpdater(workers, role_of(lr=1.0), SftAlgorithm(), total_steps=3, step_scale=scale)
-    for weights in ((0.0, 0.0), (0.0, -20.0)):
-        rows = [make_row(uid, 1, log_weight=weight) for uid, weight in zip("ab", weights, strict=True)]
-        updater.update(rows, AlgoState(), step=1)
-    assert [request.lr for *_, request in workers.updated] == pytest.approx([1.0, math.sqrt(0.5)])
-    # Ranks do not get the weights.
-    assert all(not row.quantities for rows, *_ in workers.updated for row in rows)
 
 
 # --- all steps of a batch
@@ -300,3 +229,16 @@ def test_ranks_share_the_work_of_towers(monkeypatch: pytest.MonkeyPatch, digests
     RolePasses(workers, role, dims=dims).forward(rows, step=0)
     ((_, plan, _),) = workers.forwarded
     assert [len({digests[i] for bins in rank for i in bins} - {" "}) for rank in plan.ranks] == [1, 1]
+
+
+def test_experts_count_a_token_in_the_first_row_that_has_it() -> None:
+    """Whether rows share prefixes or not, as under context parallelism."""
+    experts = Experts(num=4, per_token=2, ffn=8, normalized=True, layers=(0,))
+    dims = Dims(num_layers=1, hidden=64, ffn=8, num_heads=4, num_kv_heads=4, head_dim=16, vocab=32, tied=False)
+    rows = [make_row("a", 1, 6), make_row("b", 2, 5), make_row("a", 1, 8)]
+    for layout in (LayoutConfig(), LayoutConfig(cp=2)):
+        workers = FakeWorkers()
+        role = role_of(layout, micro_batch_tokens=64)
+        sparse = replace(dims, experts=experts)
+        RoleUpdater(workers, role, SftAlgorithm(), total_steps=1, dims=sparse).update(rows, AlgoState(), step=1)
+        assert [row.num_uncounted for row in workers.updated[0][0]] == [0, 0, 6]

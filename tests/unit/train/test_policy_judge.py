@@ -94,29 +94,6 @@ def test_questions_are_asked_together_and_answers_come_back_to_them() -> None:
     assert first.result(0).tokens == num_tokens + len("yes") + 1
 
 
-def test_a_question_that_is_too_long_is_not_asked() -> None:
-    source = Source(lambda text: "yes")
-    limit = 64 + len(encode_chats(TOKENIZER, [request("").messages])[0])
-    asked = policy(source, context=limit, max_tokens=64)
-    fits, too_long = asked.submit(request("")), asked.submit(request("x"))
-    asked.flush()
-    assert fits.result(0).text == "yes"
-    assert too_long.result(0).text is None
-    assert f"sampling.max_tokens=64, more than the engine's {limit}" in too_long.result(0).reason
-
-
-@pytest.mark.parametrize("ends", [FinishReason.LENGTH, FinishReason.REPETITION])
-def test_a_cut_verdict_is_unread(ends: FinishReason) -> None:
-    judge = LlmJudge(
-        from_dict(JudgeConfig, {"use_policy": True}), policy(Source(lambda _: "Score: 1", ends)), name="self"
-    )
-    judging = judge.begin()
-    judging.add(item("p", "good", ""))
-    judged = judge.finish([judging])
-    assert judged.rewards[0].dropped
-    assert [trouble.outcome for trouble in judged.troubles] == ["unread"]
-
-
 @pytest.mark.parametrize("mode", ["pointwise", "pairwise"])
 def test_it_judges(mode: str) -> None:
     cfg = from_dict(JudgeConfig, {"use_policy": True, "mode": mode})
@@ -131,3 +108,14 @@ def test_it_judges(mode: str) -> None:
     assert len(source.batches) == 1
     # In pairs, the first place wins each time.
     assert [reward.score for reward in judged.rewards] == ([1.0, 0.25] if mode == "pointwise" else [0.5, 0.5])
+
+
+def test_a_question_that_is_too_long_is_not_asked() -> None:
+    source = Source(lambda text: "yes")
+    limit = 64 + len(encode_chats(TOKENIZER, [request("").messages])[0])
+    asked = policy(source, context=limit, max_tokens=64)
+    fits, too_long = asked.submit(request("")), asked.submit(request("x"))
+    asked.flush()
+    assert fits.result(0).text == "yes"
+    assert too_long.result(0).text is None
+    assert f"sampling.max_tokens=64, more than the engine's {limit}" in too_long.result(0).reason

@@ -89,3 +89,9 @@ def test_held_out_pairs_in_batches_of_two() -> None:
         abs=1e-6,
     )
     assert result.summary == f"validation on 3 pairs: accuracy 0.333, loss {loss:.3f}"
+
+
+def test_orpo_asks_no_model() -> None:
+    models = passes(-1.0, -2.0)
+    assert with_pair_quantities(PAIRS, reads("orpo"), models, step=1) is PAIRS
+    assert all(not model.seen for model in models.values())

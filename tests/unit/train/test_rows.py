@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.config.algo import AlgoConfig, DemonstrationConfig
+from megarl.config.algo import AlgoConfig, CpoConfig, DemonstrationConfig
 from megarl.errors import DataError
 from megarl.train.collect import Collected
 from megarl.train.rows import TrainingRows, require_routed_experts, training_rows
@@ -54,20 +54,6 @@ def sample(uid: str, index: int, given: Sequence[int] = (), written: Sequence[in
     )
 
 
-def test_rows_say_what_environments_said_if_the_algorithm_reads_it() -> None:
-    said = environment_segment([7, 7, 7], np.array([False, True, True]))
-    one = replace(sample("a", 0), segments=(*sample("a", 0).segments, said, policy_segment([9])))
-    other = sample("a", 1)
-    (row, plain) = training_rows(collected([(one, True), (other, False)]), AlgoConfig(echo_coef=0.1)).rows
-    assert row.quantities["observed"].tolist() == [0, 0, 0, 1, 1, 0]
-    assert plain.quantities["observed"].tolist() == [0, 0]
-    assert row.predicted.tolist() == [True, True, False, True, True, True]
-    assert "observed" not in training_rows(collected([(one, True)]), AlgoConfig()).rows[0].quantities
-    unmarked = replace(one, segments=(*one.segments[:2], environment_segment([7, 7, 7]), policy_segment([9])))
-    with pytest.raises(DataError, match=r"row a/0: was sampled without algo.echo_coef"):
-        training_rows(collected([(other, False), (unmarked, True)]), AlgoConfig(echo_coef=0.1))
-
-
 def collected(samples_and_correct: Sequence[tuple[Sample, bool]]) -> Collected:
     samples = tuple(s for s, _ in samples_and_correct)
     prompts: Mapping[str, Prompt] = {uid: PROMPTS[uid] for uid in dict.fromkeys(s.uid for s in samples)}
@@ -97,24 +83,6 @@ def test_lags_of_tokens_are_known_where_samples_may_be_stale() -> None:
     assert row.quantities["lag"].tolist() == [0, 0, 2, 0, 0, 2, 0]
     assert row.quantities["lag"].dtype == np.float32
     assert "lag" not in training_rows(step, AlgoConfig()).rows[0].quantities
-
-
-def test_turns_are_numbered_where_a_conversation_branches() -> None:
-    prompt, turn = (sample("a", 0).segments[i] for i in (0, -1))
-    num_given, num_own = len(prompt.token_ids), len(turn.token_ids)
-    forked = replace(
-        sample("a", 0),
-        segments=(prompt, turn, environment_segment([]), turn),
-        forks=(Fork(num_given + num_own, num_given - 1),),
-        episode=Episode(environment="e", num_turns=2, tries=(Tries(0, 2, -1),)),
-    )
-    linear, branching = training_rows(collected([(sample("b", 0), True), (forked, False)]), AlgoConfig()).rows
-    assert branching.quantities["turn"].tolist() == [0] * num_own + [1] * num_own
-    assert branching.quantities["after_turn"].tolist() == [-1] * 2 * num_own
-    assert branching.quantities["first_try"].tolist() == [0] * 2 * num_own
-    # Rows of a batch have the same quantities.
-    assert linear.quantities["turn"].tolist() == [0] * linear.num_response_tokens
-    assert "turn" not in training_rows(collected([(sample("b", 0), True)]), AlgoConfig()).rows[0].quantities
 
 
 def test_rows_say_what_a_demonstration_wrote() -> None:
@@ -186,3 +154,46 @@ def test_replayed_routing_needs_experts_of_this_model() -> None:
     for rows in (with_experts(2, 2), with_experts(3, 1), with_experts(3, 2, highest=4)):
         with pytest.raises(DataError, match=r"row a/0: its rollout recorded experts of another model: got .* \(3, 2\)"):
             require_routed_experts(rows, dims)
+
+
+def test_a_difficulty_from_the_data_is_a_quantity_of_its_row() -> None:
+    cfg = AlgoConfig(cpo=CpoConfig(method="seq_kl", difficulty="data", difficulty_field="level"))
+    step = collected([(sample("a", 0), True), (sample("b", 1), False)])
+    levels = {"a": 2, "b": -1.0}
+    prompts = {uid: replace(p, extra_info={"level": levels[uid]}) for uid, p in step.rollout.prompts.items()}
+    stated = replace(step, rollout=replace(step.rollout, prompts=prompts))
+    assert [row.quantities["cpo_difficulty"].tolist() for row in training_rows(stated, cfg).rows] == [[2, 2], [-1, -1]]
+    with pytest.raises(DataError, match=r"prompt a: extra_info.level is None, expected a number .* fields are: none; "):
+        training_rows(step, cfg)
+
+
+def test_rows_say_what_environments_said_if_the_algorithm_reads_it() -> None:
+    said = environment_segment([7, 7, 7], np.array([False, True, True]))
+    one = replace(sample("a", 0), segments=(*sample("a", 0).segments, said, policy_segment([9])))
+    other = sample("a", 1)
+    (row, plain) = training_rows(collected([(one, True), (other, False)]), AlgoConfig(echo_coef=0.1)).rows
+    assert row.quantities["observed"].tolist() == [0, 0, 0, 1, 1, 0]
+    assert plain.quantities["observed"].tolist() == [0, 0]
+    assert row.predicted.tolist() == [True, True, False, True, True, True]
+    assert "observed" not in training_rows(collected([(one, True)]), AlgoConfig()).rows[0].quantities
+    unmarked = replace(one, segments=(*one.segments[:2], environment_segment([7, 7, 7]), policy_segment([9])))
+    with pytest.raises(DataError, match=r"row a/0: was sampled without algo.echo_coef"):
+        training_rows(collected([(other, False), (unmarked, True)]), AlgoConfig(echo_coef=0.1))
+
+
+def test_turns_are_numbered_where_a_conversation_branches() -> None:
+    prompt, turn = (sample("a", 0).segments[i] for i in (0, -1))
+    num_given, num_own = len(prompt.token_ids), len(turn.token_ids)
+    forked = replace(
+        sample("a", 0),
+        segments=(prompt, turn, environment_segment([]), turn),
+        forks=(Fork(num_given + num_own, num_given - 1),),
+        episode=Episode(environment="e", num_turns=2, tries=(Tries(0, 2, -1),)),
+    )
+    linear, branching = training_rows(collected([(sample("b", 0), True), (forked, False)]), AlgoConfig()).rows
+    assert branching.quantities["turn"].tolist() == [0] * num_own + [1] * num_own
+    assert branching.quantities["after_turn"].tolist() == [-1] * 2 * num_own
+    assert branching.quantities["first_try"].tolist() == [0] * 2 * num_own
+    # Rows of a batch have the same quantities.
+    assert linear.quantities["turn"].tolist() == [0] * linear.num_response_tokens
+    assert "turn" not in training_rows(collected([(sample("b", 0), True)]), AlgoConfig()).rows[0].quantities

@@ -11,7 +11,6 @@ import pytest
 from megarl.config.schema import SftConfig, TrainRewardConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
-from megarl.errors import ConfigError
 from megarl.train.passes import RolePasses
 from megarl.train.supervised import pair_metrics, validate_sft
 from megarl.train.supervised_inputs import in_steps
@@ -62,12 +61,6 @@ def test_epochs_become_steps_and_only_the_last_epoch_loses_rows() -> None:
     assert in_steps(TrainRewardConfig(batch_size=4, total_epochs=2), 8, "train_reward")[1] == (
         "2 epochs of 8 examples are 4 steps of 4",
     )
-
-
-def test_a_length_in_steps_is_left_alone() -> None:
-    assert in_steps(SftConfig(batch_size=4, total_steps=5), 11, "sft")[0].total_steps == 5
-    with pytest.raises(ConfigError, match=r"^sft\.batch_size: got 12, expected 1 to 11"):
-        in_steps(SftConfig(batch_size=12), 11, "sft")
 
 
 def test_measures_of_held_out_pairs() -> None:

@@ -1,7 +1,6 @@
 """What a validation reports: accuracy, whatever the rewards are, with numbers by hand."""
 
 import asyncio
-import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,11 +12,71 @@ from megarl.errors import RunError
 from megarl.host import loop
 from megarl.record.answers import read_answers
 from megarl.rewards.judge import Judged
-from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
+from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
 from megarl.train.validate import Validator
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment
+
+
+class World(RolloutSource):
+    """Prompts whose sampled answers are right as SAMPLED says, and whose greedy ones are all right."""
+
+    def __init__(self) -> None:
+        self.plans: list[SamplingPlan] = []
+        self.prompts = [
+            Prompt(uid=f"q:{i}", token_ids=(65,), data_source="dapo", ground_truth="7") for i in range(len(SAMPLED))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    async def sample(self, group: Group) -> None:
+        if not self.plans or self.plans[-1] is not group.plan:
+            self.plans.append(group.plan)
+        for i in range(group.plan.num_samples):
+            text = "#### 7" if self.is_right(group.prompt.uid, i, group.plan) else "#### 88"
+            sample = Sample(
+                uid=group.prompt.uid,
+                sample_index=i,
+                seed=0,
+                segments=(prompt_segment([65]), policy_segment(TOKENIZER.encode(text))),
+                finish_reason=FinishReason.STOP,
+            )
+            await group.finish(sample)
+
+    def wait(self, work: "asyncio.Future[None]", *, timeout_s: float, doing: Doing = generating) -> None:
+        loop.wait(work)
+
+    def parts(self, groups: Iterable[Group]) -> list[Sample]:
+        raise NotImplementedError
+
+    def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
+        return True if plan.sampling.temperature == 0 else SAMPLED[int(uid[2:])][sample_index]
+
+    def begin(self) -> "World":
+        return self
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        """Nothing: `finish` judges."""
+
+    def finish(self, judgings: Sequence["World"], samples: Sequence[Sample]) -> Judged:
+        verdicts = [self.is_right(sample.uid, sample.sample_index, self.plans[-1]) for sample in samples]
+        return Judged(
+            rewards=[DROPPED if right is None else Reward(score=2.0 * right - 1, correct=right) for right in verdicts],
+            tallies={},
+        )
+
+
+class Silent(World):
+    """Nobody can judge any answer."""
+
+    def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
+        return None
+
 
 TOKENIZER = make_byte_tokenizer()
 # Per prompt, whether its sampled answers are right. Rewards are 1 and −1; None: nobody could judge it.
@@ -128,13 +187,6 @@ def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
     assert sum(answer.correct for answer in written if answer.greedy) == 3
 
 
-class Silent(World):
-    """Nobody can judge any answer."""
-
-    def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
-        return None
-
-
 def test_a_validation_of_which_nothing_is_heard(tmp_path: Path) -> None:
     validator = validator_of(Silent(), tmp_path)
     with pytest.raises(
@@ -145,32 +197,3 @@ def test_a_validation_of_which_nothing_is_heard(tmp_path: Path) -> None:
     result = validator.validate(3)
     assert (result.score, dict(result.metrics)) == (None, {})
     assert "15 of 15 answers could not be judged" in result.summary
-
-
-class Slow(World):
-    """A signal comes while the second prompt is answered."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.monkeypatch, self.is_given_up = monkeypatch, False
-
-    async def sample(self, group: Group) -> None:
-        if group.prompt.uid == "q:1":
-            self.monkeypatch.setattr("megarl.rollout.source.last_stop_signal", lambda: signal.SIGUSR1)
-            try:
-                await asyncio.sleep(30)
-            except asyncio.CancelledError:
-                self.is_given_up = True
-                raise
-        await super().sample(group)
-
-
-def test_a_signal_ends_a_validation_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take longer than what is left before a time limit."""
-    monkeypatch.setattr("megarl.rollout.source.LOOK_S", 0.01)
-    world = Slow(monkeypatch)
-    with pytest.raises(SamplingStopped):
-        validator_of(world, tmp_path).validate(3)
-    loop.wait(loop.spawn(asyncio.sleep(0)))
-    assert world.is_given_up
-    assert not (tmp_path / "3.parquet").exists()
