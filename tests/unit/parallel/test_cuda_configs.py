@@ -9,14 +9,12 @@ from typing import Any, Literal
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
-from megarl.host.device.platform import platform
 from megarl.parallel import backend
 from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import read_model_spec
 from tests.helpers.cuda_configs import (
     RECOMPUTES,
     built,
-    built_output_layer,
     layers_beside_transformer_engine,
     own_attention,
     rope_fusions,
@@ -137,25 +135,6 @@ def test_windows_reach_transformer_engine(rank_pool: Callable[[int], RankPool], 
     assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((6, 0), [0, 0, 1, 1, 1])
 
 
-def test_layers_with_windows_over_a_ring_get_megarls_attention(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
-    path = make_model(tmp_path / "model", "qwen3-windows", tied=False)
-    for cp, expected in ((1, None), (2, AttentionOptions(window=7))):
-        (found,) = rank_pool(1).run(own_attention, str(path), LayoutConfig(cp=cp))
-        assert found == [None, None, *[expected] * 3]
-
-
-def test_attention_that_transformer_engine_lacks_is_megarls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows over a ring of ranks."""
-    full, windowed = AttentionOptions(), AttentionOptions(window=7)
-    assert all(backend.packs_attention(each, cp=cp) for each in (full, windowed) for cp in (1, 2))
-    monkeypatch.setitem(backend.BACKENDS, platform().name, backend.cuda_backend(transformer_engine=True))
-    assert not any(backend.packs_attention(each, cp=1) for each in (full, windowed))
-    assert not backend.packs_attention(full, cp=2)
-    assert backend.packs_attention(windowed, cp=2)
-
-
 @pytest.mark.parametrize(
     ("transformer_engine", "suits", "triton", "wanted", "expected"),
     [
@@ -197,8 +176,3 @@ def test_gradients_are_added_up_in_products_where_a_library_does_so(
     monkeypatch.setattr(backend, "find_spec", lambda name: name if apex else None)
     options = backend.cuda_backend(transformer_engine=transformer_engine).options
     assert options["gradient_accumulation_fusion"] is fused
-
-
-def test_the_output_layer_is_built_without_apex(rank_pool: Callable[[int], RankPool]) -> None:
-    """Megatron refuses it, though the head computes in its place."""
-    assert rank_pool(1).run(built_output_layer) == [True]

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.compare import assert_within
@@ -16,7 +14,6 @@ from tests.helpers.head_ranks import (
     REGIMES,
     HeadCase,
     dense_token_loss,
-    token_gradients,
     token_loss,
 )
 
@@ -49,100 +46,6 @@ def test_values_and_gradients(dtype: torch.dtype, atol: float, memory_mode: str)
         got = run_head(problem, memory_mode, chunk_tokens=chunk_tokens)
         assert got.logprobs.dtype == got.entropy.dtype == got.grad_hidden.dtype == got.grad_weight.dtype == dtype
         assert_exact(got, problem, atol=atol)
-
-
-@given(
-    num_rows=st.integers(0, 9),
-    vocab_size=st.integers(1, 40),
-    hidden_size=st.integers(1, 12),
-    padding=st.integers(0, 5),
-    chunk_tokens=st.one_of(st.none(), st.integers(1, 12)),
-    temperature=st.floats(0.25, 4.0),
-    memory_mode=st.sampled_from(REGIMES),
-    with_entropy=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_any_shape(
-    num_rows: int,
-    vocab_size: int,
-    hidden_size: int,
-    padding: int,
-    chunk_tokens: int | None,
-    temperature: float,
-    memory_mode: str,
-    with_entropy: bool,
-    seed: int,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    problem = HeadProblem(
-        hidden=randn(num_rows, hidden_size),
-        weight=randn(vocab_size, hidden_size),
-        labels=torch.randint(0, vocab_size, (num_rows,), generator=generator),
-        temperature=torch.full((num_rows,), temperature, dtype=torch.float64),
-        grad_logprobs=randn(num_rows),
-        grad_entropy=randn(num_rows) if with_entropy else None,
-    )
-    got = run_head(problem, memory_mode, chunk_tokens=chunk_tokens, padded_rows=vocab_size + padding)
-    # Logits of up to ~50, over a temperature of ¼, and as large factors in the gradients.
-    assert_exact(got, problem, atol=1e-10)
-
-
-@pytest.mark.parametrize("memory_mode", REGIMES)
-def test_bfloat16_inputs_keep_float32_statistics(memory_mode: str) -> None:
-    """A vocabulary of 4096: bfloat16 sums would stall, and their log-probs be off by tenths."""
-    problem = replace(
-        head_problem(num_rows=40, vocab_size=4096, dtype=torch.bfloat16),
-        temperature=torch.ones(40, dtype=torch.float32),
-    )
-    got = run_head(problem, memory_mode, chunk_tokens=16, padded_rows=4096)
-    assert got.logprobs.dtype == got.entropy.dtype == torch.float32
-    assert got.grad_hidden.dtype == got.grad_weight.dtype == torch.bfloat16
-    # The logits themselves are a bfloat16 matrix product, as in the sampling engine.
-    log_p = (problem.hidden @ problem.weight.t()).double().log_softmax(-1)
-    logprobs, entropy = log_p.gather(1, problem.labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    assert_within("log-probs", got.logprobs, logprobs, atol=1e-5)
-    assert_within("entropy", got.entropy, entropy, atol=1e-5)
-
-    by_logprobs, by_entropy = token_gradients(problem)(logprobs, entropy)
-    assert by_entropy is not None
-    p, one_hot = log_p.exp(), torch.nn.functional.one_hot(problem.labels, 4096)
-    grad_logits = by_logprobs[:, None] * (one_hot - p) - by_entropy[:, None] * p * (log_p + entropy[:, None])
-    for name, grad, expected in (
-        ("hidden", got.grad_hidden, grad_logits @ problem.weight.double()),
-        ("weight", got.grad_weight, grad_logits.t() @ problem.hidden.double()),
-    ):
-        scale = expected.abs().max()
-        # Eight bits of mantissa.
-        assert_within(f"gradient of {name}", grad.double() / scale, expected / scale, atol=2**-7)
-
-
-@pytest.mark.parametrize("memory_mode", REGIMES)
-def test_logits_in_float32_of_bfloat16_inputs(memory_mode: str) -> None:
-    """`fp32_logits`: the head is that of the rounded inputs, to float32; bfloat16 logits are not."""
-    problem = head_problem(num_rows=40, vocab_size=300, dtype=torch.bfloat16)
-    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    case = HeadCase(problem=problem, rows_per_rank=300, memory_mode=memory_mode, chunk_tokens=16)
-    shard = vocab_shard(ONE_RANK, 300, 300)
-    out = case.forward(hidden, weight, shard, fp32_logits=True)
-    token_loss(problem, out.logprobs, out.entropy).backward()
-    expected = dense_token_loss(problem)
-    assert_within("log-probs", out.logprobs.detach(), expected.logprobs, atol=1e-5)
-    assert_within("entropy", out.entropy.detach(), expected.entropy, atol=1e-5)
-    for name, grad, exact in (
-        ("hidden", hidden.grad, expected.grad_hidden),
-        ("weight", weight.grad, expected.grad_weight),
-    ):
-        assert grad is not None
-        assert grad.dtype == torch.bfloat16
-        # Rounded once, by half of the last of eight bits at most, beside float32's errors.
-        error = ((grad.double() - exact).abs() - 2**-8 * exact.abs()).max().item()
-        assert error < 1e-5, f"gradient of {name}"
-    rounded = case.forward(hidden, weight, shard)
-    assert (rounded.logprobs - expected.logprobs).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -263,17 +166,6 @@ def test_no_second_backward_from_overwritten_hidden_states(memory_mode: str) -> 
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward, but the first one overwrote the hidden states"):
         loss.backward()
-
-
-@pytest.mark.parametrize("memory_mode", REGIMES)
-def test_entropy_has_no_graph_if_the_loss_needs_none(memory_mode: str) -> None:
-    for with_entropy in (True, False):
-        problem = head_problem(with_entropy=with_entropy)
-        hidden = problem.hidden.clone().requires_grad_()
-        case = HeadCase(problem=problem, rows_per_rank=11, memory_mode=memory_mode)
-        out = case.forward(hidden, problem.weight, vocab_shard(ONE_RANK, 11, 11))
-        assert out.logprobs.requires_grad
-        assert out.entropy.requires_grad == with_entropy
 
 
 @pytest.mark.parametrize("memory_mode", REGIMES)

@@ -1,11 +1,9 @@
 """What the log-prob head refuses, and which memory_mode and chunk it takes."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.parallel.head.logprobs import vocab_parallel_logprobs
 from megarl.parallel.head.memory_mode import HeadMemoryMode, automatic_chunk, choose_memory_mode
@@ -18,42 +16,6 @@ PADDED_ROWS = 16
 
 def group_of(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
-
-
-def row_mean_loss(logprobs: torch.Tensor) -> torch.Tensor:
-    """As GSPO's ratio: all tokens of a row share one factor."""
-    return -torch.exp(logprobs.mean())
-
-
-def half_loss(logprobs: torch.Tensor) -> torch.Tensor:
-    return 0.5 * logprobs.sum()
-
-
-@pytest.mark.parametrize(
-    ("told", "loss"),
-    [
-        pytest.param(row_mean_loss, row_mean_loss, id="a row's mean"),
-        pytest.param(lambda logprobs: 0.0 * logprobs.sum(), half_loss, id="told of none"),
-    ],
-)
-def test_a_loss_that_is_no_sum_over_tokens_is_refused(
-    told: Callable[[torch.Tensor], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    problem = head_problem()
-
-    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with torch.enable_grad():
-            values = logprobs.detach().clone().requires_grad_()
-            return torch.autograd.grad(told(values), values)[0], None
-
-    out = vocab_parallel_logprobs(
-        problem.hidden.clone().requires_grad_(),
-        problem.padded_weight(PADDED_ROWS),
-        **one_rank_arguments(problem, PADDED_ROWS, memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=gradients),
-    )
-    message = r"in_chunk.*log-probs of kept row \d.*not a sum over tokens.*recompute or keep"
-    with pytest.raises(ValueError, match=message):
-        loss(out.logprobs).backward()
 
 
 @pytest.mark.parametrize(

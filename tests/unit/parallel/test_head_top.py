@@ -37,27 +37,6 @@ def test_against_dense(top_k: int, chunk_tokens: int | None, dtype: torch.dtype,
     assert_within("log-probs", got.label_logprobs, dense_head(problem).logprobs, atol=atol)
 
 
-def test_more_than_there_are() -> None:
-    """Places without a token are at the end, with no probability."""
-    problem = head_problem(vocab_size=5)
-    got = run_top(problem, 7)
-    assert torch.equal(got.logprobs[:, 5:], torch.full((7, 2), -torch.inf, dtype=torch.float64))
-    log_p = (problem.hidden @ problem.weight.t() / problem.temperature[:, None]).log_softmax(-1)
-    expected = log_p.sort(descending=True)
-    assert torch.equal(got.ids[:, :5], expected.indices)
-    assert_within("top log-probs", got.logprobs[:, :5], expected.values, atol=1e-12)
-
-
-def test_bfloat16_logits_have_float32_log_probs() -> None:
-    problem = replace(head_problem(dtype=torch.bfloat16), temperature=torch.ones(7))
-    got = run_top(problem, 3)
-    log_p = (problem.hidden @ problem.weight.t()).double().log_softmax(-1)
-    assert got.logprobs.dtype == torch.float32
-    # Logits that are equal in bfloat16 may come in any order.
-    assert_within("top log-probs", got.logprobs, log_p.topk(3).values, atol=1e-5)
-    assert_within("log-probs of the ids", got.logprobs, log_p.gather(1, got.ids), atol=1e-5)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("common", [3, 11, 14])
 @pytest.mark.parametrize("top_k", [None, 2])

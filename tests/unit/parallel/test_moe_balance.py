@@ -34,21 +34,6 @@ def test_a_row_of_a_layer_is_what_transformers_computes() -> None:
     assert got.item() == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_rows_add_up_by_their_tokens() -> None:
-    """Whatever their order in a pack; padding does not count."""
-    generator = torch.Generator().manual_seed(1)
-    logits = 2 * torch.randn(10, NUM_EXPERTS, generator=generator)
-    rows = torch.tensor([1, 1, 1, 0, 0, -1, 0, 0, 1, -1])
-    parts = [balance(logits[rows == i], torch.zeros(4, dtype=torch.int64), 1) for i in (0, 1)]
-    assert balance(logits, rows, 2).item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
-    changed = logits.clone()
-    changed[rows < 0] = 9.0
-    assert balance(changed, rows, 2).item() == balance(logits, rows, 2).item()
-    # A row that has no token here, and a pack that has none at all.
-    assert balance(logits, rows, 3).item() == balance(logits, rows, 2).item()
-    assert balance(logits, torch.full((10,), -1), 0).item() == 0
-
-
 def test_by_hand() -> None:
     """Two experts, one per token; of three tokens two go to expert 0, whose probabilities are 3/4, 3/4 and 1/4."""
     odds = math.log(3)

@@ -129,17 +129,6 @@ def test_nuclei_follow_their_labels() -> None:
     assert packed(rows[2:], tp=1).nucleus is None
 
 
-@pytest.mark.parametrize(("multiple", "num_sequences"), [(1, 2), (7, 2), (2, 3), (16, 3)])
-def test_filler_is_a_sequence_of_its_own(multiple: int, num_sequences: int) -> None:
-    rows = [make_row([1, 2, 3], [True]), make_row([4, 5, 6, 7], [True])]
-    pack = packed(rows, tp=multiple)
-    assert len(pack.cu_seqlens) - 1 == num_sequences
-    assert pack.input_ids.shape == pack.position_ids.shape == (1, pack.cu_seqlens[-1])
-    assert pack.input_ids.shape[1] == -(-7 // multiple) * multiple
-    assert pack.max_length == pack.cu_seqlens.diff().max()
-    assert pack.labels.tolist() == [3, 7]
-
-
 def test_every_kept_label_is_the_next_token_of_its_row() -> None:
     lengths = [(3, 5), (1, 1), (4, 4), (1, 9), (2, 6)]
     rows = [*random_rows(lengths, seed=3), make_row([1, 2], [False])]
@@ -159,12 +148,6 @@ def test_every_kept_label_is_the_next_token_of_its_row() -> None:
         assert in_row.tolist() == (row.num_prompt_tokens + kept - 1).tolist()
 
 
-def test_rows_without_labels() -> None:
-    pack = packed([make_row([1, 2, 3], [False, False])])
-    assert (len(pack.labels), len(pack.positions)) == (0, 0)
-    assert numbered(pack).tolist() == [[0.0, 0.0]]
-
-
 @pytest.mark.parametrize(("multiple", "num_tokens"), [(1, 1), (4, 4)])
 def test_no_rows_are_a_filler_alone(multiple: int, num_tokens: int) -> None:
     """A rank without rows passes a sequence through the model, of which nothing is kept."""
@@ -174,12 +157,6 @@ def test_no_rows_are_a_filler_alone(multiple: int, num_tokens: int) -> None:
     assert (pack.cu_seqlens.tolist(), pack.max_length) == ([0, num_tokens], num_tokens)
     assert (len(pack.labels), len(pack.positions)) == (0, 0)
     assert numbered(pack).shape == (0, 0)
-
-
-def test_no_rows_under_context_parallelism() -> None:
-    """Two ranks take an early and a late one of four chunks, each as long as tensor parallelism asks."""
-    positions = [pack.position_ids.tolist() for pack in packed_over([], 2, tp=3)]
-    assert positions == [[[0, 1, 2, 9, 10, 11]], [[3, 4, 5, 6, 7, 8]]]
 
 
 def test_experts_of_tokens_by_hand() -> None:
@@ -212,11 +189,6 @@ def test_experts_of_tokens_by_hand() -> None:
     first = ([2, -1, 1, -1, 0, 0], [-1, -1, 0, -1, 3, -1])
     second = ([2, -1, 1, 1, 0, 0], [-1, -1, 5, 4, 1, 2])
     assert told(recorded, cp=2) == [first, second]
-
-
-def test_experts_are_those_of_every_token() -> None:
-    with pytest.raises(ValueError, match=r"row q/0: routed_experts has shape \(3, 1, 2\), expected \(4, layers"):
-        replace(make_row([1, 2, 3, 4], [True]), routed_experts=np.zeros((3, 1, 2), dtype=np.int16))
 
 
 @pytest.mark.parametrize("cp", [1, 2])
