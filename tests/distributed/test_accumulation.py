@@ -26,19 +26,7 @@ SMALL = 1e-6
 
 @pytest.mark.parametrize(
     ("layout", "overlaps"),
-    [
-        pytest.param(LayoutConfig(dp=2), False, id="dp2"),
-        *(
-            pytest.param(layout, overlaps, id=name, marks=pytest.mark.long)
-            for name, layout, overlaps in (
-                ("dp2, overlapping", LayoutConfig(dp=2), True),
-                ("tp2-sp", LayoutConfig(tp=2, sequence_parallel=True), False),
-                ("pp2", LayoutConfig(pp=2), False),
-                ("cp2", LayoutConfig(cp=2), False),
-                ("pp2 dp2, two chunks", LayoutConfig(pp=2, dp=2, virtual_pp=2, overlap_p2p=True), True),
-            )
-        ),
-    ],
+    [pytest.param(LayoutConfig(dp=2), False, id="dp2")],
 )
 def test_passes_add_up(
     rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path], layout: LayoutConfig, overlaps: bool

@@ -13,21 +13,16 @@ from megarl.data.hints import HintedPrompt, hinted_rows
 from megarl.types import ExpertArray, Row
 from megarl.types.forks import Fork
 from megarl.types.prefixes import counted_once, held_prefixes
-from tests.distributed.test_adapters import LR, assert_equals_merged, case_of, merged, write_adapters
-from tests.helpers.adapter_ranks import run_adapters
-from tests.helpers.compare import assert_within
 from tests.helpers.family_parity import (
     assert_equals_transformers,
     assert_gradients,
     assert_rows,
     run_ranks,
     run_transformers,
-    split_rows,
 )
-from tests.helpers.forests import forest_errors, outputs_apart, pairs_and_hints_apart, random_tree
+from tests.helpers.forests import forest_errors, pairs_and_hints_apart, random_tree
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.requests import update_request, with_advantages
 from tests.helpers.routers import Routers
 
 GetPool = Callable[[int], RankPool]
@@ -81,16 +76,6 @@ def test_trees_equal_rows_apart(rank_pool: GetPool, tmp_path: Path, layout: str)
     actor = actor_of(LAYOUTS[layout])
     trees = [random_tree(seed, max_leaves=12) for seed in (0, 2, 3)]
     assert_trees(rank_pool(actor.layout.world_size), path, actor, trees, whole=False)
-
-
-@pytest.mark.long
-def test_two_hundred_trees_equal_rows_apart(rank_pool: GetPool, tmp_path: Path) -> None:
-    """Up to six nodes deep, with up to 64 leaves, each in one micro-batch."""
-    path = make_model(tmp_path / "model", "qwen3", tied=False)
-    trees = [random_tree(seed) for seed in range(200)]
-    assert {len(tree) for tree in trees} >= {1, 2, 3, 4}
-    assert max(len(tree) for tree in trees) > 60
-    assert_trees(rank_pool(1), path, actor_of(LayoutConfig()), trees, whole=True)
 
 
 @pytest.mark.long
@@ -228,40 +213,6 @@ def test_recorded_experts_of_conversations_are_replayed_on_every_path(
     measured = run_ranks(pool, expected.path, chosen, tmp_path, rows, moe, "none")
     assert_rows("log-probs", [each.logprobs for each in measured], wanted)
     assert_gradients(tmp_path / "gradients/model.safetensors", expected.gradients)
-
-
-@pytest.mark.long
-def test_adapters_of_trees_equal_merged_weights(rank_pool: GetPool, tmp_path: Path) -> None:
-    rows, path = with_advantages(forest()), make_model(tmp_path / "model", "qwen2", tied=True)
-    expected = merged(path, tmp_path / "adapters", write_adapters(tmp_path / "adapters", path), rows)
-    case = replace(case_of(expected, TP2), rows=rows, micro_batches=split_rows(len(rows), 1))
-    outcomes = rank_pool(2).run(run_adapters, replace(case, request=update_request(rows, lr=LR)))
-    assert_equals_merged(outcomes, expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v2-lite"])
-def test_values_and_hinted_pairs_equal_those_of_rows_apart(rank_pool: GetPool, tmp_path: Path, name: str) -> None:
-    """A critic's values, and the KL to the same tokens behind a hint that begins within the prompt."""
-    rows = forest()
-    hints = [np.append(row.token_ids[: row.num_prompt_tokens], [7, 8, 9]).astype(np.int32) for row in rows]
-    hinted = [
-        replace(
-            row,
-            token_ids=np.append(hint, row.token_ids[row.num_prompt_tokens :]),
-            num_prompt_tokens=len(hint),
-        )
-        for row, hint in zip(rows, hints, strict=True)
-    ]
-    path = make_model(tmp_path / "model", name, tied=False)
-    model = ModelConfig(path=str(path), dtype="float32", vocab_multiple=4)
-    values, values_apart, pairs, pairs_apart = rank_pool(2).run(outputs_apart, model, actor_of(TP2), rows, hinted)[0]
-    assert pairs.keys() == {"logprobs", "entropy", "kl"}
-    for got, expected in ((values, values_apart), (pairs, pairs_apart)):
-        for quantity, by_row in expected.items():
-            merged_got, wanted = (np.concatenate([each[i] for i in sorted(by_row)]) for each in (got[quantity], by_row))
-            assert_within(quantity, merged_got, wanted, atol=1e-5)
-            assert np.abs(wanted).max() > 0.1
 
 
 def forked_rows() -> list[Row]:

@@ -13,9 +13,9 @@ import torch
 from megarl.algos.preference import preference_objective
 from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig, TrainPreferenceConfig
-from megarl.types import AlgoState, FloatArray, IdArray, Row
+from megarl.types import AlgoState, IdArray, Row
 from megarl.types.forks import path_to
-from megarl.types.messages import ForwardRequest, Head, LoadRequest, Role, RoleSpec, UpdateRequest
+from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, UpdateRequest
 from tests.helpers.hf_models import VOCAB_SIZE
 from tests.helpers.rank_pool import RankContext
 
@@ -209,24 +209,3 @@ def _reference(hf: torch.nn.Module, rows: Sequence[Row]) -> tuple[float, dict[st
         loss.backward()
         total += loss.item()
     return total, {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in hf.named_parameters()}
-
-
-def outputs_apart(
-    context: RankContext, model: ModelConfig, actor: ActorConfig, rows: Sequence[Row], hinted: Sequence[Row]
-) -> list[dict[str, dict[int, FloatArray]]]:
-    """A critic's values, and log-probs, entropies and KLs of rows beside hinted ones; each of one pack, then by row."""
-    from tests.helpers.ranks import join_layout
-
-    worker = join_layout(context, actor.layout)
-    critic = RoleSpec(role=Role.CRITIC, model=model, settings=actor, head=Head.SCALAR)
-    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=model, settings=actor), critic), seed=0))
-    with torch.no_grad():
-        for chunk in worker.roles[Role.CRITIC].chunks:
-            torch.nn.init.constant_(chunk.value_head.weight, 0.3)
-    count, outputs = len(rows), []
-    for role, every, paired in ((Role.CRITIC, rows, False), (Role.ACTOR, [*rows, *hinted], True)):
-        apart = [[i, count + i] if paired else [i] for i in range(count)]
-        for batches in ([list(range(len(every)))], apart):
-            result = worker.forward(every, batches, ForwardRequest(role=role, temperature=1.0, step=0, paired=paired))
-            outputs.append({} if result is None else {name: dict(of) for name, of in result.quantities.items()})
-    return outputs

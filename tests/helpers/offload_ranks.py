@@ -174,19 +174,3 @@ def _error_of(worker: RankWorker, part: Part, use: object) -> str:
     finally:
         worker.onload(Role.ACTOR, [part])
     return ""
-
-
-def offload_reference(
-    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
-) -> tuple[dict[Part, int], bool]:
-    """Bytes released by the parts of a frozen role, and whether its log-probs are the same afterwards."""
-    worker, _ = open_trained(context, actor, model, rows, 0)
-
-    def logprobs() -> list[list[float]]:
-        result = worker.forward(rows[:1], [[0]], ForwardRequest(role=Role.REFERENCE, temperature=1.0, step=1))
-        return [] if result is None else [array.tolist() for of in result.quantities.values() for array in of.values()]
-
-    before = logprobs()
-    released = {part: worker.offload(Role.REFERENCE, [part]) for part in Part}
-    worker.onload(Role.REFERENCE, list(Part))
-    return released, before == logprobs()

@@ -13,7 +13,6 @@ _RUNS = "a whole run for one feature; runs of test_train, test_sync and test_alg
 _PLANS = "another size of the same search or plan"
 _DEATHS = "another process that dies or hangs; each way to notice it stays"
 WIDE = {
-    "tests/distributed/test_adapter_costs.py": _FEATURES,
     "tests/distributed/test_adapter_export.py": _FEATURES,
     "tests/distributed/test_adapters.py::test_adapters_equal_merged_weights[qwen3_next": _FAMILIES,
     "tests/distributed/test_adapters.py::test_a_run_goes_on": _CHECKPOINTS,
@@ -114,6 +113,7 @@ WIDE = {
     "tests/unit/rollout/test_rounded_weights.py::test_scales_are": "methods of vLLM, imported for one test",
     "tests/unit/sync/test_staging.py::test_exchanges_allocate": "memory of exchanges, which plan's tests bound",
     "tests/unit/train/test_rehearsal.py::test_the_command_says": "the command over all parts; each part's trial stays",
+    "tests/unit/train/test_rehearsal.py::test_what_has_passed": "three trials of a file; that of each part stays",
     "tests/unit/test_hostile_texts.py::test_reports_and_their_browser": "draws reports; tables and screens stay",
 }
 _RULES_SHARED = "a family whose rules others have too; those others stay in CI"
