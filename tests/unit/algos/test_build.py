@@ -16,6 +16,7 @@ from megarl.config.algo import (
     FilterConfig,
     KLConfig,
     OffPolicyConfig,
+    PolicyLossConfig,
 )
 from megarl.config.schema import Config, RolloutConfig
 from megarl.errors import ConfigError
@@ -30,10 +31,19 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
             AlgoConfig(advantage=AdvantageConfig(estimator="gae0")),
             r"algo\.advantage\.estimator.*one of: .*grpo",
         ),
+        (AlgoConfig(policy_loss=PolicyLossConfig(name="ppo_clp")), r"policy_loss\.name.*mean 'ppo_clip'"),
+        (AlgoConfig(aggregation="token_mean"), r"algo\.aggregation.*did you mean 'token-mean'"),
+        (AlgoConfig(kl=KLConfig(estimator="k4")), r"algo\.kl\.estimator.*one of: abs, k1, k2, k3"),
+        (AlgoConfig(kl=KLConfig(loss_estimator="k4")), r"algo\.kl\.loss_estimator.*one of: abs, k1, k2, k3"),
         (
             AlgoConfig(kl=KLConfig(where="loss", loss_coef=0.5)),
             r"algo\.kl\.loss_coef: got 0\.5, which is not read with algo\.kl\.where=loss; .*algo\.kl\.where=both",
         ),
+        (
+            AlgoConfig(kl=KLConfig(where="both"), advantage=AdvantageConfig(estimator="maxrl")),
+            r"'maxrl' with algo\.kl\.where=both",
+        ),
+        (AlgoConfig(kl=KLConfig(controller="adaptve")), r"algo\.kl\.controller.*did you mean 'adaptive'"),  # type: ignore[arg-type]
         (
             AlgoConfig(kl=KLConfig(where="reward", controller="adaptive", coef=0.0)),
             r"algo\.kl\.coef: got 0 with algo\.kl\.controller=adaptive",
@@ -129,3 +139,13 @@ def test_settings_of_a_critic_need_one(name: str, critic: dict[str, Any], key: s
     assert f"which nothing reads: {name} (algo.advantage.estimator={estimator}) has no critic" in str(caught.value)
     ppo = yaml.safe_load((CONFIGS / "ppo.yaml").read_text())
     algorithm_of(from_dict(Config, {"algo": ppo["algo"], "critic": critic}))
+
+
+def test_gspo_needs_its_aggregation() -> None:
+    loss = PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)
+    with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' .*; set algo\.aggregation=seq-mean"):
+        build_algorithm(AlgoConfig(policy_loss=loss), max_response_tokens=8)
+    build_algorithm(AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean"), max_response_tokens=8)
+    wide = AlgoConfig(policy_loss=PolicyLossConfig(name="gspo"), aggregation="seq-mean-token-mean")
+    with pytest.warns(UserWarning, match=r"clip_high=0\.2 hardly ever clips under gspo"):
+        build_algorithm(wide, max_response_tokens=8)

@@ -14,9 +14,11 @@ from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
 from megarl.config.algo import (
     AlgoConfig,
     CorrectionConfig,
+    DemonstrationConfig,
     DistillConfig,
     PolicyLossConfig,
 )
+from megarl.config.engine import EngineConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, SyncConfig, TrainerConfig
 from megarl.errors import ConfigError, DataError, RunError
@@ -67,11 +69,21 @@ KEPT = PolicyLossConfig(name="dppo_top_tv", compared_with="trainer")
 REFUSED = [
     (AlgoConfig(policy_loss=CENTERED, correction=CorrectionConfig(name="tis_upper")), "both would weigh them twice"),
     (AlgoConfig(policy_loss=PolicyLossConfig(name="dppo_top_tv")), "set algo.correction.name=rollout_ratio"),
+    (AlgoConfig(policy_loss=CENTERED, demonstrations=DemonstrationConfig(strategy="random")), "no engine has"),
     (AlgoConfig(policy_loss=CENTERED, distill=DistillConfig(teacher="model", mode="exact")), "one distribution"),
+    (AlgoConfig(policy_loss=CENTERED, echo_coef=0.1), "echo_coef: got 0.1 with algo.policy_loss.name=score_centering"),
+    (AlgoConfig(echo_coef=0.1, distill=DistillConfig(teacher="model", mode="exact")), "with algo.distill.mode=exact"),
     (AlgoConfig(policy_loss=config("none", high=2.0)), "set .*center_weight=tis or mis"),
+    (AlgoConfig(policy_loss=config("tis", low=1.5)), "center_low <= 1 <= center_high"),
+    (AlgoConfig(policy_loss=PolicyLossConfig(center_weight="tis")), "score_centering"),
     (
         AlgoConfig(policy_loss=PolicyLossConfig(compared_with="trainer")),
         "compared_with: got trainer, which is not read",
+    ),
+    (AlgoConfig(policy_loss=KEPT, correction=CorrectionConfig(name="rollout_ratio")), "whose ratio is to the policy"),
+    (
+        AlgoConfig(policy_loss=replace(KEPT, kept_versions=1), correction=CorrectionConfig(name="tis_upper")),
+        "so that staleness would be weighed twice; set algo.correction.name=none",
     ),
 ]
 
@@ -89,7 +101,13 @@ OTHER_SAMPLERS: list[tuple[str, dict[str, Any]]] = [
         {"rollout": RolloutConfig(schedule=ScheduleConfig(staleness=1))},
     ),
     ("rollout.top_p: got 0.9", {"rollout": RolloutConfig(top_p=0.9, top_k=50)}),
+    ("rollout.top_k: got 50", {"rollout": RolloutConfig(top_k=50)}),
+    ("rollout.source: got replay", {"rollout": RolloutConfig(source="replay", replay_dir="records")}),
     ("sync.dtype: got float8_e4m3", {"sync": SyncConfig(dtype="float8_e4m3")}),
+    ("rollout.engine.dtype: got bfloat16", {"rollout": RolloutConfig(engine=EngineConfig(dtype="bfloat16"))}),
+    ("rollout.engine.quantization: got", {"rollout": RolloutConfig(engine=EngineConfig(quantization="fp8_per_block"))}),
+    ("rollout.engine.kv_cache_dtype: got", {"rollout": RolloutConfig(engine=EngineConfig(kv_cache_dtype="fp8_e4m3"))}),
+    ("rollout.head_tokens: got 8", {"rollout": RolloutConfig(head_tokens=8)}),
 ]
 
 

@@ -185,12 +185,29 @@ def algo(name: str, loss: str = "ppo_clip", **cfg: Any) -> AlgoConfig:
     ("cfg", "message"),
     [
         (algo("ice_pop"), r"algo\.correction\.name: unknown correction 'ice_pop'; did you mean 'icepop'"),
+        (algo("baseline_unbiased", token_cap=2.0), r"token_cap: got 2\.0, .*baseline stays unbiased only if"),
+        (algo("baseline_unbiased", veto=9.0), r"veto: got 9\.0, .*baseline stays unbiased only if"),
+        (algo("baseline_unbiased", only_negative=True), r"only_negative: got true, .*baseline stays unbiased only if"),
+        (algo("baseline_unbiased", normalise=True), r"normalise: got true, .*baseline stays unbiased only if"),
         (
             algo("tis", token_cap=2.0),
             r"^algo\.correction\.token_cap: got 2\.0, which is not read with algo\.correction\.name=tis, which takes "
             r"high, low, normalise, veto; leave it at null, or choose another correction$",
         ),
+        (
+            algo("sequence", only_negative=True),
+            r"only_negative: got true, .*takes high, normalise, veto; leave it at f",
+        ),
+        (algo("none", veto=9.0), r"veto: got 9\.0, .*algo\.correction\.name=none, which takes forced"),
+        (algo("none", low=0.9), r"low: got 0\.9, .*algo\.correction\.name=none, .*leave it at 0\.5"),
+        (algo("rollout_ratio", high=2.0), r"high: got 2\.0, .*algo\.correction\.name=rollout_ratio, which takes veto;"),
+        (algo("tis_upper", low=0.9), r"low: got 0\.9, .*which takes high, normalise, veto"),
+        (algo("sequence", low=0.9), r"low: got 0\.9, .*which takes high, normalise, veto"),
+        (algo("sequence_mask", high=9.0), r"high: got 9\.0, .*which takes max_kl_nats, normalise, only_negative, veto"),
+        (algo("tis", max_kl_nats=0.2), r"max_kl_nats: got 0\.2, .*algo\.correction\.name=tis"),
         (algo("rollout_ratio", loss="reinforce"), r"name: got 'rollout_ratio' with .*=reinforce, which has no ratio"),
+        (algo("tis", loss="gspo"), r"got 'tis' with algo\.policy_loss\.name=gspo.*set algo\.correction\.name=rollout_"),
+        (algo("icepop", loss="gspo_token"), r"got 'icepop' with algo\.policy_loss\.name=gspo_token"),
     ],
 )
 def test_conflicts(cfg: AlgoConfig, message: str) -> None:

@@ -104,13 +104,26 @@ def test_stale_samples_are_corrected_and_those_of_a_ratio_to_the_engine_compared
             "algo.distill.coef: got 2.0, which is not read with algo.distill.teacher=none; leave it at 1.0, or set",
         ),
         (
+            {"distill": {"teacher": "model", "divergence": "forward"}},
+            "algo.distill.divergence: got forward, which is not read with algo.distill.mode=sampled; leave it at",
+        ),
+        (
             {"distill": {"teacher": "model", "exclude_answer": True}},
             "algo.distill.exclude_answer: got true, which is not read with algo.distill.teacher=model; leave it at",
         ),
+        (
+            {"distill": {"teacher": "hint", "mode": "topk", "shuffled_baseline": True}},
+            "algo.distill.shuffled_baseline: got true, which is not read with algo.distill.mode=topk; leave it at",
+        ),
         ({"advantage": {"estimator": "none"}}, "algo.advantage.estimator: got 'none' with algo.distill.teacher=none"),
+        ({"advantage": {"estimator": "grpo"}, "distill": {"teacher": "model"}}, "rewards.manager: got none"),
         (
             {"advantage": {"estimator": "none"}, "distill": {"teacher": "model"}, "kl": {"where": "reward"}},
             "algo.kl.where: got 'reward' with algo.advantage.estimator=none, which reads no rewards",
+        ),
+        (
+            {"advantage": {"estimator": "none"}, "distill": {"teacher": "model"}, "reward": {"truncated": 0.5}},
+            "algo.reward.truncated: got 0.5, which is not read with algo.advantage.estimator=none",
         ),
     ],
 )

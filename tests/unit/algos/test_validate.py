@@ -27,6 +27,9 @@ ROWS = {"aggregation": "seq-mean-token-mean"}
             "algo.kl.coef: got 0.5, which is not read with algo.kl.where=none; leave it at 0.001, or set "
             "algo.kl.where=loss or reward",
         ),
+        ({"kl": {"controller": "adaptive"}}, "algo.kl.controller: got adaptive, which is not read with"),
+        ({"kl": {"target_nats": 1.0}}, "algo.kl.target_nats: got 1.0, which is not read with algo.kl.where=none"),
+        ({"kl": {"estimator": "k1"}}, "algo.kl.estimator: got k1, which is not read with algo.kl.where=none"),
         (
             {"kl": {"where": "loss", "target_nats": 1.0}},
             "algo.kl.target_nats: got 1.0, which is not read with algo.kl.controller=fixed; leave it at 6.0, or set "
@@ -42,6 +45,10 @@ ROWS = {"aggregation": "seq-mean-token-mean"}
             "algo.policy_loss.dual_clip: got 2.0, which is not read with algo.policy_loss.name=cispo; leave it at "
             "3.0, or set algo.policy_loss.name=ppo_clip",
         ),
+        ({"policy_loss": GSPO | {"dual_clip": 2.0}} | ROWS, "dual_clip: got 2.0, which is not read with"),
+        ({"policy_loss": {"name": "reinforce", "clip_low": 0.1}}, "clip_low: got 0.1, which is not read with"),
+        ({"policy_loss": {"name": "sapo", "clip_high": 0.3}}, "clip_high: got 0.3, which is not read with"),
+        ({"policy_loss": {"name": "gmpo", "dual_clip": 2.0}} | ROWS, "dual_clip: got 2.0, which is not read with"),
         (
             {"policy_loss": {"tau_neg": 2.0}},
             "algo.policy_loss.tau_neg: got 2.0, which is not read with algo.policy_loss.name=ppo_clip; leave it at "
@@ -52,6 +59,7 @@ ROWS = {"aggregation": "seq-mean-token-mean"}
             "algo.entropy.target_nats: got 0.5, which is not read with algo.entropy.controller=fixed; leave it at "
             "1.0, or set algo.entropy.controller=learned",
         ),
+        ({"entropy": {"lr": 0.5}}, "algo.entropy.lr: got 0.5, which is not read with algo.entropy.controller=fixed"),
         (
             {"entropy_coef": 0.1, "entropy": {"controller": "proportional", "lr": 0.5}},
             "algo.entropy.lr: got 0.5, which is not read with algo.entropy.controller=proportional",

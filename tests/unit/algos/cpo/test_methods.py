@@ -7,8 +7,9 @@ import torch
 
 from megarl.algos.cpo import CpoInputs, required_quantities, shape_advantages
 from megarl.algos.cpo.formulas import Formula, Term
-from megarl.algos.cpo.methods import Method
+from megarl.algos.cpo.methods import Method, formula
 from megarl.config.algo import CpoConfig
+from megarl.errors import ConfigError
 from megarl.types import TokenQuantity
 
 DOC = ("naive_qwen3", "mi_qwen3", "negonly_mi3_qwen3", "mi_clamp_unify_difficulty_qwen3", "negonly_seq_kl_qwen3")
@@ -98,3 +99,10 @@ def test_what_a_factor_reads_is_in_its_signature() -> None:
     with pytest.raises(ValueError, match=r"the fix formula reads 'beta', expected one of .*entropy.*; rename the"):
         Method(default="fix", formulas={"fix": made})
     assert Method(default="fix", formulas={"fix": made}, coefficients={"beta": 2.0}).coefficients == {"beta": 2.0}
+
+
+def test_unknown_names_and_sets() -> None:
+    with pytest.raises(ConfigError, match=r"algo.cpo.method: unknown CPO method 'mi4'; did you mean"):
+        formula(CpoConfig(method="mi4"))
+    with pytest.raises(ConfigError, match=r"got 'doc', which has no formula of 'tok_kl'; expected one of: ref, fix"):
+        formula(CpoConfig(method="tok_kl", formula_set="doc"))
