@@ -116,8 +116,15 @@ def result(role: Role, norm: float, moved: int, watched: int = 1000) -> UpdateRe
     ("role", "advantage", "norm", "moved", "warms_up", "error"),
     [
         (Role.ACTOR, 1.0, 0.5, 900, False, None),
+        (Role.ACTOR, 1.0, 0.0, 0, False, "its gradient is 0, so no loss token has a path"),
         (Role.ACTOR, 1.0, 0.5, 0, False, r"lr=1e-30 changed 0\.00% of its weights, .* raise actor\.optimizer\.lr"),
+        (Role.ACTOR, 1.0, 0.5, 5, False, r"lr=1e-30 changed 0\.50% of its weights"),
         (Role.ACTOR, 1.0, 0.5, 0, True, None),
+        # Flat groups move nothing, rightly.
+        (Role.ACTOR, 0.0, 0.0, 0, False, None),
+        # Supervised, preferences, reward models and critics.
+        (Role.ACTOR, None, 0.0, 0, False, "its gradient is 0"),
+        (Role.REWARD, None, 0.0, 0, False, "its gradient is 0"),
         (Role.CRITIC, 0.0, 0.5, 0, False, r"raise critic\.optimizer\.lr"),
     ],
 )
@@ -141,13 +148,15 @@ def taught(reverse: float, forward: float = 0.0) -> UpdateResult:
     return replace(found, metrics=found.metrics | {"distill/reverse_kl": reverse, "distill/forward_kl": forward})
 
 
-@pytest.mark.parametrize("advantage", [0.0], ids=["train", "sft"])
+@pytest.mark.parametrize("advantage", [0.0, None], ids=["train", "sft"])
 @pytest.mark.parametrize(
     ("given", "others", "error"),
     [
         ([(0.0,), (7e-9, 9e-9)], False, True),
+        ([(-3e-8,), (0.0,)], False, True),
         ([(0.0,), (2e-3,)], False, False),
         ([(0.0, 1e-3), (0.0, 1e-3)], False, False),
+        # Rewards or demonstrations teach, too.
         ([(0.0,), (0.0,)], True, False),
     ],
     ids=str,

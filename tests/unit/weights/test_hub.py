@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.judges import JudgeServerConfig
 from megarl.config.rewards import RewardsConfig
-from megarl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, RewardModelConfig
+from megarl.config.schema import Config, CriticConfig, ModelConfig
 from megarl.errors import ConfigError
 from megarl.weights.hub import commits_of, local_model, with_local_models, with_recorded_commits
 
@@ -162,20 +162,6 @@ def test_a_hub_out_of_reach_is_named_with_the_cache(hub: Hub, monkeypatch: pytes
     assert "set model.path=DIR" in text
 
 
-def test_every_model_of_a_configuration(hub: Hub) -> None:
-    config = Config(
-        model=ModelConfig(path="org/tiny"),
-        reference=ReferenceConfig(model_path="org/tiny"),
-        critic=CriticConfig(model_path="runs/critic/export"),
-        reward_model=RewardModelConfig(model_path="org/tiny"),
-    )
-    local = with_local_models(config)
-    path = local_model("org/tiny", "model.path")
-    assert (local.model.path, local.reference.model_path, local.reward_model.model_path) == (path, path, path)
-    assert local.critic == config.critic
-    assert with_local_models(Config()) == Config()
-
-
 def test_an_id_may_name_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
     newest, older = local_model("org/tiny", "model.path"), local_model("org/tiny@v1", "model.path")
     assert (Path(newest).name, Path(older).name) == (COMMIT, OLDER)
@@ -210,3 +196,9 @@ def test_a_run_goes_on_with_the_commits_that_it_began_with(hub: Hub, capsys: pyt
     # Elsewhere there is nothing to record, and nothing is said.
     assert commits_of(Config(model=ModelConfig(path="/models/tiny"))) == {}
     assert "warn" not in "".join(capsys.readouterr())
+
+
+def test_a_published_config_spares_a_dry_run_the_download(hub: Hub) -> None:
+    config = Config(model=ModelConfig(path="org/tiny", config_path="configs/model/hf/qwen3-8b"))
+    assert with_local_models(config, weights=False) == config
+    assert hub.asked == set()

@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.config.load import from_dict
 from megarl.config.lora import LoraConfig, Target
+from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.run.first_checks import adapter_warnings
 from megarl.weights.adapter_files import create_adapter_files, read_adapters
 from megarl.weights.adapters import lost_in_peft
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -236,3 +239,25 @@ def test_files_that_are_not_there(base: ModelSpec, write: Write) -> None:
     (path / "adapter_config.json").rename(path / "config.json")
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json.*it is a whole model"):
         read_peft(path, base)
+
+
+@pytest.mark.parametrize(
+    ("named", "other"),
+    [("Qwen/Base-1B/", ""), ("lab/Origin-1B", ""), ("lab/Base-1B-bnb-4bit", "Base-1B-bnb-4bit")],
+)
+def test_a_base_of_another_name_is_told(write: Write, tmp_path: Path, named: str | None, other: str) -> None:
+    """A model has the name of its directory, of its part of the hub's cache, and that in its config.json."""
+    path = make_model(tmp_path / "models--Qwen--Base-1B" / "snapshots" / "1f", "qwen2", tied=False, num_hidden_layers=2)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "_name_or_path": "lab/Origin-1B"}))
+    options = {} if named is None else {"base_model_name_or_path": named}
+    spec = read_model_spec(path)
+    adapters = write(**options)
+    assert read_peft(adapters, spec).other_base(spec) == other
+    config = from_dict(
+        Config, {"model": {"path": str(path)}, "actor": {"lora": {"path": str(adapters), "targets": ["attention"]}}}
+    )
+    found = list(adapter_warnings(config))
+    assert [text.startswith(f"actor.lora.path: the adapters were trained on {other}, by") for text in found] == (
+        [True] if other else []
+    )

@@ -93,3 +93,9 @@ def without(rope: dict[str, Any], key: str) -> dict[str, Any]:
 def test_what_is_refused(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^m/config.json: {message}"):
         read_rope_scaling(rope, "m/config.json")
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}])
+def test_default_leaves_frequencies_alone(rope: dict[str, Any]) -> None:
+    inv_freq = torch.tensor([1.0, 0.5])
+    assert read_rope_scaling(rope, "config.json").scale(inv_freq) is inv_freq
