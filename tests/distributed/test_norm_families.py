@@ -6,12 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megarl.config.schema import LayoutConfig
 from megarl.types import Row
-from tests.helpers import rank_parts
-from tests.helpers.compare import assert_within
 from tests.helpers.family_parity import (
     assert_equals_transformers,
     make_rows,
@@ -52,20 +49,3 @@ def test_shared_prompts_and_recompute(rank_pool: GetPool, tmp_path: Path, name: 
 def test_minimax_m2_equals_transformers(rank_pool: GetPool, tmp_path: Path) -> None:
     expected = run_transformers(make_model(tmp_path / "model", "minimax_m2", tied=False))
     assert_equals_transformers(rank_pool(2), expected, replace(TP2, ep=2), tmp_path)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_norm_over_all_heads(rank_pool: GetPool, num_ranks: int) -> None:
-    """Values and gradients of both ranks' heads together are those that torch finds for the formula in float64."""
-    generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(5, 1, 4, 3, generator=generator) for _ in range(2))
-    weight = torch.rand(12, generator=generator)
-    parts = rank_pool(num_ranks).run(rank_parts.wide_norm, weight, x, gradient, eps=0.1)
-    inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    flat = inputs[0].flatten(-2)
-    normed = (flat * (flat.pow(2).mean(-1, keepdim=True) + 0.1).rsqrt() * inputs[1]).view(x.shape)
-    expected = [normed.detach(), *torch.autograd.grad(normed, inputs, gradient.double())]
-    for name, axis, got, right in zip(
-        ("values", "x", "weight"), (2, 2, 0), zip(*parts, strict=True), expected, strict=True
-    ):
-        assert_within(name, torch.cat(got, axis).double(), right, atol=1e-6)

@@ -12,7 +12,6 @@ from tests.helpers.offload_ranks import (
     never_offloaded,
     offload_between,
     suspend_between,
-    use_while_offloaded,
 )
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
@@ -75,13 +74,3 @@ def test_gradients_take_no_host_memory_and_buffers_are_used_again(
     actor, model = setting(checkpoint(tied=True, dtype="bfloat16"), "bfloat16", DP2, True)
     for expected, made in rank_pool(2).run(host_bytes, actor, model, ROWS):
         assert sum(made) == expected
-
-
-@pytest.mark.long
-def test_what_is_on_the_host_cannot_be_used(
-    rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    actor, model = setting(checkpoint(tied=True), "float32", TP2, True)
-    for errors in rank_pool(2).run(use_while_offloaded, actor, model, ROWS, [str(tmp_path / "unused")]):
-        missing = ["params", "optimizer", "grads", "params"]
-        assert errors == [f"the actor's {part} are offloaded; onload them first" for part in missing]

@@ -1,4 +1,4 @@
-"""A reward model scores as transformers does and trains as plain torch does, in every layout and split."""
+"""A reward model scores conversations as transformers does, packed or row by row."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

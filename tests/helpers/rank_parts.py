@@ -1,56 +1,10 @@
-"""Parts of the training side run in a pool's ranks: the log-prob head, norms over ranks and stages."""
-
-from types import SimpleNamespace
+"""How the stages of a pool's ranks pass micro-batches on."""
 
 import torch
 
 from megarl.config.schema import LayoutConfig
-from tests.helpers.head import pair_kl
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
-
-
-def full_kl(
-    context: RankContext,
-    hidden: torch.Tensor,
-    other: torch.Tensor,
-    padded_weight: torch.Tensor,
-    vocab_size: int,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-) -> torch.Tensor:
-    """KL(hidden ‖ other) over a vocabulary of which every rank holds as many rows of the padded weight."""
-    from megarl.parallel.head.statistics import vocab_shard
-
-    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
-    weight = padded_weight.chunk(context.world_size)[context.rank]
-    shard = vocab_shard(group, len(weight), vocab_size)
-    return pair_kl(hidden, other, weight, shard, temperature=temperature, chunk_tokens=chunk_tokens)
-
-
-def wide_norm(
-    context: RankContext, weight: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor, *, eps: float
-) -> list[torch.Tensor]:
-    """Values of the norm over all heads, and gradients, for this rank's heads of [..., heads, width] and weights."""
-    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
-    from megarl.parallel.norms import WideNorm
-
-    config = SimpleNamespace(
-        params_dtype=weight.dtype,
-        sequence_parallel=True,
-        layernorm_zero_centered_gamma=False,
-        layernorm_epsilon=eps,
-    )
-    own, x, gradient = (
-        each.chunk(context.world_size, axis)[context.rank].contiguous()
-        for each, axis in ((weight, 0), (x, -2), (gradient, -2))
-    )
-    norm = WideNorm(config, len(own), group=group)
-    with torch.no_grad():
-        norm.weight.copy_(own)
-    out = norm(x.requires_grad_())
-    return [out.detach(), *torch.autograd.grad(out, [x, norm.weight], gradient)]
 
 
 def arriving(context: RankContext, num_chunks: int, num_batches: int) -> tuple[list[int], list[int]]:

@@ -102,7 +102,7 @@ def test_gdpo_by_hand(make_scored: MakeScored) -> None:
         make_scored(["a", "a", "b", "b"], [1.0, 0.0, 0.0, 1.0]),
         details={"format": torch.tensor([0.0, 1.0, 0.0, 1.0])},
     )
-    cfg = AdvantageConfig(estimator="gdpo", components={"correct": 1.0, "format": 1.0})
+    cfg = AdvantageConfig(estimator="gdpo", components={"correct": 1.0, "format": 1.0, "unheard": 0.0})
     # Their deviation is √(2·2 / 3).
     expected = [0.0, 0.0, -math.sqrt(1.5), math.sqrt(1.5)]
     assert rows_of(batch, cfg) == pytest.approx(expected, rel=1e-5)

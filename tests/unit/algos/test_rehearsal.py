@@ -40,6 +40,7 @@ MISTAKES = {
     "detached": (POLICY_LOSSES, loss(lambda x: -x.advantages * x.log_ratio.detach()), "the loss has no gradient"),
     "constant": (POLICY_LOSSES, loss(lambda x: 0 * x.logprobs), "gradient of the loss is 0 everywhere"),
     "in place": (POLICY_LOSSES, loss(lambda x: x.advantages.neg_() * x.log_ratio), "input advantages in place"),
+    "estimate of fewer": (ADVANTAGE_ESTIMATORS, Estimator(lambda batch, cfg: batch.rewards[1:]), r"\(7,\), expected"),
     "group of equals": (ADVANTAGE_ESTIMATORS, Estimator(std), "where all rewards of a group are equal"),
     "outside the mask": (
         ADVANTAGE_ESTIMATORS,

@@ -1,18 +1,20 @@
 """Places, stages and parameters of a model counted by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from megarl.config.schema import LayoutConfig
-from megarl.weights.families import ModelSpec
+from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import (
     Place,
     groups_of,
     num_stage_layers,
     num_stage_parameters,
-    padded_vocab,
     place_of,
-    stage_layers,
 )
+
+CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
 
 
 def test_ranks_count_tp_first_then_cp_dp_pp() -> None:
@@ -45,18 +47,6 @@ def test_layers_of_stages(layout: LayoutConfig, expected: list[int]) -> None:
     assert num_stage_layers(layout, 12) == expected
 
 
-def test_layers_of_uneven_chunks() -> None:
-    """The first chunks of both stages, then their second ones, one after another."""
-    layout = LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Et|(tttt|)*2,tttL")
-    assert [stage_layers(layout, 12, stage) for stage in (0, 1)] == [[0, 5, 6, 7, 8], [1, 2, 3, 4, 9, 10, 11]]
-
-
-def test_vocabulary_padding() -> None:
-    assert padded_vocab(10, LayoutConfig(), 4) == 12
-    assert padded_vocab(10, LayoutConfig(tp=2), 4) == 16
-    assert padded_vocab(16, LayoutConfig(tp=2), 4) == 16
-
-
 # Per layer: norms 8 + 8 and q/k norms 2 + 2 on every rank (20); split: q 8·8 + k 4·8 + v 4·8 (128), o 8·8 (64), gate
 # and up 2·12·8 (192), down 8·12 (96): 480. Embedding and head with 12 rows: 96 each, with 16 rows: 128. Norm: 8.
 def test_parameters_of_one_rank(small: ModelSpec) -> None:
@@ -79,3 +69,14 @@ def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec)
     counted = num_stage_parameters(small, layout, 0, vocab_multiple=4, scalar_head=True).total
     # The scalar head's 8 weights are on every rank.
     assert counted == 4 * (20 + 240) + 64 + 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("llama-3.1-8b", 8_030_261_248), ("qwen3-30b-a3b", 30_532_122_624), ("deepseek-v3", 671_026_419_200)],
+)
+def test_published_models(name: str, num_parameters: int) -> None:
+    assert (
+        num_stage_parameters(read_model_spec(CONFIGS / name), LayoutConfig(), 0, vocab_multiple=1).total
+        == num_parameters
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices, store_slices
+from megarl.weights.slices import ShardPosition, load_slices, shard_slices, store_slices
 from tests.helpers.small_model import write_config
 
 EXPERTS, HIDDEN, FFN = 4, 6, 4
@@ -79,19 +79,6 @@ def test_all_ranks_together_write_what_they_read(spec: ModelSpec, ep: int, etp: 
             store_slices(shard_slices(mine, spec, position(), at), written)
     for name, tensor in full.items():
         assert torch.equal(written[name], tensor), name
-
-
-def test_engines_take_each_expert_by_its_own_name(spec: ModelSpec) -> None:
-    mine, at = parameters(0, 2), position(ep_rank=1, ep_size=2)
-    together, apart = (list(shard_slices(mine, spec, position(), at, by_expert=each)) for each in (False, True))
-    kinds = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    assert [part.tensor for part in together] == [f"{HF}{kind}" for _ in (2, 3) for kind in kinds]
-    assert [part.tensor for part in apart] == [f"{HF}{expert}.{kind}" for expert in (2, 3) for kind in kinds]
-
-    def is_same(stacked: Slice, own: Slice, expert: int) -> bool:
-        return stacked.index == (slice(expert, expert + 1), *own.index) and torch.equal(stacked.view, own.view)
-
-    assert all(is_same(*pair, 2 + i // 4) for i, pair in enumerate(zip(together, apart, strict=True)))
 
 
 @pytest.fixture
