@@ -4,6 +4,7 @@ With W + s·B·A in place of W, the gradients are dA = s·Bᵀ·dW and dB = s·d
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -235,9 +236,12 @@ def assert_equals_merged(outcomes: Sequence[AdapterOutcome], expected: Merged, *
 # What most can go wrong in is a default test; the rest is long. Qwen3-Next has gated delta nets, output gates, experts
 # and a shared one; experts of gpt-oss are transposed.
 QUICK = {("qwen2", "tp2-sp", "full"), ("qwen3_next", "tp2-sp-ep2", "none"), ("gpt_oss", "tp2-sp-ep2", "none")}
-CASES = [("qwen2", layout, "none") for layout in ("pp2", "vpp2", "cp2", "dp2")] + [("qwen2", "tp2-sp", "full")]
+DENSE_LAYOUTS = ("tp1", "tp2", "tp2-sp", "pp2", "vpp2", "cp2", "dp2")
+CASES = [("qwen2", layout, recompute) for layout in DENSE_LAYOUTS for recompute in ("none", "full")]
 # Two ranks share the only key-value head.
-CASES += [("qwen2-one-kv-head", "tp2-sp", "none"), ("deepseek_v3", "tp2-sp-ep2", "full")]
+CASES += [("qwen2-one-kv-head", "tp2-sp", "none")]
+CASES += [("qwen3_moe", layout, "none") for layout in ("tp1", "pp2", "ep2", "tp2-sp")]
+CASES += [(name, "tp2-sp-ep2", "full") for name in ("qwen3_moe", "deepseek_v3")]
 CASES += [(name, "tp2-sp", "none") for name in (*DENSE, *WINDOWED) if name != "qwen2"]
 CASES += [(name, "tp2-sp-ep2", "none") for name in WITH_EXPERTS]
 
@@ -261,9 +265,10 @@ def test_adapters_equal_merged_weights(
         torch.testing.assert_close(written[name], weight.to(written[name].dtype), atol=1e-6, rtol=1e-6, msg=name)
 
 
-RESUMED = [("qwen2", "tp2-sp", "pp2"), ("qwen2", "dp2", "tp2-sp")]
+RESUMED = [("qwen2", *pair) for pair in itertools.permutations(("tp2-sp", "pp2", "dp2"), 2)]
 # Latents, delta nets, output gates, shared experts; transposed ones.
 RESUMED += [(name, "tp2-sp-ep2", "pp2") for name in ("qwen3_next", "deepseek_v3", "gpt_oss")]
+RESUMED += [(name, "pp2", "tp2-sp-ep2") for name in ("qwen3_next", "deepseek_v3", "gpt_oss")]
 
 
 @pytest.mark.parametrize(

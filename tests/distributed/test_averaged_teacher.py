@@ -9,9 +9,12 @@ import torch
 
 from megarl.config.lora import LoraConfig
 from megarl.types.messages import Role, RoleSpec, UpdateRequest
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
+from tests.distributed.test_adapters import LORA, write_adapters
 from tests.distributed.test_distill import asks_hinted, hinted, taught_rows
 from tests.helpers.average_ranks import AverageCase, Followed, Slices, follow
+from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.family_parity import split_rows
 from tests.helpers.layout_training import LAYOUTS, Pools, trained_role
 
@@ -88,6 +91,8 @@ def assert_follows(by_rank: Sequence[Followed], shapes: Shapes) -> None:
         pytest.param("tp2-sp", "bfloat16", True, None),
         pytest.param("tp2-sp", "float32", False, "pp2", marks=pytest.mark.long),
         pytest.param("dp2", "bfloat16", False, "tp2-sp", marks=pytest.mark.long),
+        pytest.param("pp2", "bfloat16", True, "dp2", marks=pytest.mark.long),
+        pytest.param("cp2", "float32", True, "pp2", marks=pytest.mark.long),
     ],
 )
 def test_a_teacher_is_the_average_of_the_actor_and_resumes_to_the_bit(
@@ -127,3 +132,52 @@ def test_weights_that_move_all_the_way_every_second_step(rank_pool: Pools, check
     for step, taken in enumerate((0, 0, 2, 2, 4, 4)):
         assert_same(follower[step], policy[taken])
     assert not torch.equal(policy[2]["model.norm.weight"], policy[4]["model.norm.weight"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "other"), [("tp2-sp", "pp2"), ("dp2", "tp2-sp")])
+def test_with_adapters_these_alone_are_averaged(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, layout: str, other: str
+) -> None:
+    model, pool = checkpoint(tied=False), rank_pool(2)
+    write_adapters(tmp_path / "adapters", model)
+    lora = LoraConfig(**LORA, path=str(tmp_path / "adapters"))  # type: ignore[arg-type]
+    shapes = adapter_spec(read_model_spec(model), lora).expected_tensors()
+    case = case_of(roles_of(model, layout, dtype="bfloat16", lora=lora))
+    case = replace(case, directory=str(tmp_path / "saved"), save_after=STEPS - 2)
+    by_rank = pool.run(follow, case)
+    assert_follows(by_rank, shapes)
+    assert all(0 < each.freed < each.own / 2 for each in by_rank)
+    expected = history(by_rank, "teacher", shapes)
+    loaded = replace(case, requests=case.requests[-1:], save_after=None, loads=True)
+    assert_same(history(pool.run(follow, loaded), "teacher", shapes)[1], expected[STEPS])
+    moved = replace(
+        loaded,
+        roles=roles_of(model, other, dtype="bfloat16", lora=lora),
+        requests=(),
+        micro_batches=split_rows(4, LAYOUTS[other].dp),
+    )
+    assert_same(history(pool.run(follow, moved), "teacher", shapes)[0], expected[STEPS - 1])
+
+
+@pytest.mark.long
+def test_experts_are_averaged_too(rank_pool: Pools, tmp_path: Path) -> None:
+    model = make_moe(tmp_path / "experts", seed=5)
+    by_rank = rank_pool(2).run(follow, case_of(roles_of(model, "tp2-sp", dtype="bfloat16")))
+    assert_follows(by_rank, read_model_spec(model).expected_tensors())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_rate_1_the_teacher_is_the_actor_itself_to_the_bit(
+    rank_pool: Pools, checkpoint: Callable[..., Path], dtype: str
+) -> None:
+    model, pool = checkpoint(tied=True), rank_pool(2)
+    shapes, roles = read_model_spec(model).expected_tensors(), roles_of(model, "tp2-sp", dtype=dtype, rate=1.0)
+    apart = pool.run(follow, case_of(roles))
+    itself = pool.run(follow, case_of(roles[:1], Role.ACTOR))
+    for got, expected in zip(history(apart, "actor", shapes), history(itself, "actor", shapes), strict=True):
+        assert_same(got, expected)
+    for got, expected in zip(apart[0].metrics, itself[0].metrics, strict=True):
+        assert got["distill/loss"] == expected["distill/loss"] > 0
+        assert got["distill/teacher_distance"] == 0

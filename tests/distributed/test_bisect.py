@@ -75,6 +75,18 @@ def test_a_fault_is_named(rank_pool: GetPool, models: Callable[..., Path], drawn
     assert is_right(drawn, finding), finding and finding.lines
 
 
+@pytest.mark.long
+def test_faults_of_the_list_are_named(rank_pool: GetPool, models: Callable[..., Path], tmp_path: Path) -> None:
+    drawn = draw(SEED, NUM_FAULTS)
+    found = [find(rank_pool(each.tp), models, each, tmp_path / str(i)) for i, each in enumerate(drawn)]
+    wrong = [
+        (each, finding and finding.lines)
+        for each, finding in zip(drawn, found, strict=True)
+        if not is_right(each, finding)
+    ]
+    assert len(wrong) <= MOST_WRONG, wrong
+
+
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_nothing_is_named_where_nothing_is_wrong(rank_pool: GetPool, models: Callable[..., Path], tp: int) -> None:
     for family in FAMILIES:

@@ -1,7 +1,7 @@
 """A critic trains alike in every layout and split, and as plain torch does it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -19,7 +19,7 @@ from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.checkpoints import add_value_head
 from tests.helpers.compare import assert_within
-from tests.helpers.critic_ranks import CriticCase, run_critic
+from tests.helpers.critic_ranks import CriticCase, refused_update, run_critic
 from tests.helpers.dense_trainer import DenseCritic, DenseStep
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.replays import ADAM, LEARNING_RATES, Case, alone, merge, planned, row_by_row
@@ -37,11 +37,20 @@ Pools: TypeAlias = Callable[[int], RankPool]
 
 CASES = {
     "tp1 row by row": Case(layout=LayoutConfig(), plan=row_by_row),
+    "tp2": Case(layout=LayoutConfig(tp=2), plan=planned(1)),
     "tp2-sp": Case(layout=LayoutConfig(tp=2, sequence_parallel=True), plan=planned(1)),
     "pp2": Case(layout=LayoutConfig(pp=2), plan=planned(1)),
     "cp2": Case(layout=LayoutConfig(cp=2), plan=planned(1)),
+    "dp2": Case(layout=LayoutConfig(dp=2), plan=planned(2)),
+    "dp2 plain optimizer": Case(layout=LayoutConfig(dp=2), plan=planned(2), distributed=False),
     "dp2 with a rank without rows": Case(layout=LayoutConfig(dp=2), plan=alone(2)),
+    "tp2-sp, full recompute": Case(
+        layout=LayoutConfig(tp=2, sequence_parallel=True), plan=planned(1), recompute="full"
+    ),
     "pp2 vpp2": Case(layout=LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True), plan=planned(1, multiple=2)),
+    "tp2-sp pp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, pp=2), plan=planned(1)),
+    "tp2-sp cp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, cp=2), plan=planned(1)),
+    "pp2 dp2": Case(layout=LayoutConfig(pp=2, dp=2), plan=planned(2)),
 }
 # Plain tp2 and dp2 say no more than tp2-sp and a rank without rows.
 SHORT = ("tp1 row by row", "cp2", "dp2 with a rank without rows")
@@ -208,6 +217,25 @@ def test_every_layout_equals_plain_torch(
     assert_same_steps(run(rank_pool, case), problem)
 
 
+def test_the_comparison_is_worth_something(problem: Problem) -> None:
+    """Gradients are clipped, some tokens' values too, and a step moves weights by much more than the tolerance."""
+    assert all(dense.grad_norm > 1.2 * ADAM.clip_grad_norm for dense in problem.dense)
+    assert all(dense.loss > 1000 * problem.loss_atol for dense in problem.dense)
+    values, old, returns = (
+        np.concatenate(
+            [dense[row.loss_mask] for dense, row in zip(problem.dense[0].before, problem.rows, strict=True)]
+        ),
+        concatenated(problem.rows, "values"),
+        concatenated(problem.rows, "returns"),
+    )
+    near_old = np.clip(values, old - CLIP, old + CLIP)
+    clipped = (near_old - returns) ** 2 > (values - returns) ** 2
+    assert 0.1 < clipped.mean() < 0.9
+    for name in ("score.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        moved = problem.dense[1].weights[name] - problem.dense[0].weights[name]
+        assert moved.abs().max() > 30 * WEIGHT
+
+
 def test_a_language_models_critic_starts_at_zero_and_learns_a_fixed_target(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -229,3 +257,15 @@ def test_a_language_models_critic_starts_at_zero_and_learns_a_fixed_target(
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.allclose(after[name], before[name] * decay, atol=1e-7)
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+
+
+@pytest.mark.long
+def test_a_frozen_critic_computes_values_and_is_not_updated(rank_pool: Pools, problem: Problem, tmp_path: Path) -> None:
+    case = critic_case(problem.path, CASES["tp2-sp"], problem.rows, tmp_path, trainable=False)
+    outputs = run(rank_pool, replace(case, requests=(), files=())).outputs
+    assert_within("values", np.concatenate(outputs), np.concatenate(problem.dense[0].before), atol=VALUE)
+    assert set(rank_pool(2).run(refused_update, case)) == {"the critic is frozen"}
+    before = load_file(problem.path / "model.safetensors")
+    after = load_file(case.files[0][0])
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

@@ -28,6 +28,8 @@ History: TypeAlias = list[tuple[float, float]]
 ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 18), (2, 9), (8, 14), (7, 11)], holes=False)
 TP2_DP2 = LayoutConfig(tp=2, dp=2, sequence_parallel=True)
 TP2 = LayoutConfig(tp=2)
+# Two ranks share a key/value head.
+TP4 = LayoutConfig(tp=4, sequence_parallel=True)
 DP2 = LayoutConfig(dp=2)
 PP2 = LayoutConfig(pp=2)
 ONE = LayoutConfig()
@@ -112,8 +114,32 @@ def test_only_a_portable_checkpoint_gathers_optimizer_states_and_on_one_rank(
     assert 0 <= on_first - 12 * num_parameters < 12 * 4096
 
 
+def test_ranks_that_share_key_value_heads_continue_themselves_and_as_one_rank(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
+    expected = save(rank_pool, actor_config(TP4), model, tmp_path, portable=True)
+    assert load(rank_pool, actor_config(TP4), model, tmp_path, same_layout=True) == expected
+    assert_close(load(rank_pool, actor_config(ONE), model, tmp_path, same_layout=False), expected)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("num_layers", "pipeline_layout"), [(6, "Et|tt|tt|tL")])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_one_rank_continues_as_tp2_and_dp2(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool
+) -> None:
+    """Vocabulary padding grows with tp: 384 rows on one rank, 512 on two."""
+    model = ModelConfig(path=str(checkpoint(tied=False)), dtype="float32")
+    actor = actor_config(ONE, distributed=distributed)
+    expected = save(rank_pool, actor, model, tmp_path, portable=True)
+    assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
+    for layout in (TP2, DP2):
+        other = actor_config(layout, distributed=distributed)
+        assert_close(load(rank_pool, other, model, tmp_path, same_layout=False), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_layers", "pipeline_layout"), [(4, None), (6, "Et|tt|tt|tL")])
 def test_virtual_stages_continue_as_plain_ones(
     rank_pool: Pools, tmp_path: Path, num_layers: int, pipeline_layout: str | None
 ) -> None:
@@ -131,7 +157,11 @@ def test_virtual_stages_continue_as_plain_ones(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"overlap_grad_reduce": True, "overlap_param_gather": True}],
+    [
+        pytest.param({"grad_reduce_in_fp32": False}, marks=pytest.mark.long),
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        pytest.param({"grad_reduce_in_fp32": False, "distributed": False}, marks=pytest.mark.long),
+    ],
     ids=lambda settings: ", ".join(settings),
 )
 def test_replicas_with_other_settings_continue_themselves(
@@ -143,6 +173,14 @@ def test_replicas_with_other_settings_continue_themselves(
     actor = replace(actor, optimizer=replace(actor.optimizer, **settings))
     expected = save(rank_pool, actor, model, tmp_path)
     assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
+
+
+@pytest.mark.long
+def test_bfloat16_keeps_its_main_parameters(rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Continuing from the bfloat16 weights alone would lose the low bits of the float32 ones."""
+    model = ModelConfig(path=str(checkpoint(tied=True, dtype="bfloat16")), dtype="bfloat16")
+    expected = save(rank_pool, actor_config(TP2), model, tmp_path)
+    assert load(rank_pool, actor_config(TP2), model, tmp_path, same_layout=True) == expected
 
 
 @pytest.mark.long
@@ -172,6 +210,16 @@ def test_a_rank_may_write_for_longer_than_a_collective_may_take(
     model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
     saved = rank_pool(2).run(save_with_slow_writer, actor_config(TP2), model, str(tmp_path), limit_s=6.0, writing_s=9.0)
     assert saved == [True, True]
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_another_model_is_refused(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    tied, untied = (ModelConfig(path=str(checkpoint(tied=tied)), dtype="float32") for tied in (True, False))
+    save(rank_pool, actor_config(ONE), tied, tmp_path)
+    with pytest.raises(RankError, match=r"output_layer\.weight"):
+        load(rank_pool, actor_config(ONE), untied, tmp_path, same_layout=True)
 
 
 def test_ranks_run_nothing_that_a_checkpoint_names(

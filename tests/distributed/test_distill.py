@@ -9,20 +9,24 @@ import pytest
 import torch
 
 from megarl.algos.build import build_algorithm
-from megarl.config.algo import AdvantageConfig, AlgoConfig, DistillConfig
+from megarl.config.algo import AdvantageConfig, AlgoConfig, DistillConfig, KLConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import HeadConfig, LayoutConfig
 from megarl.train.forward import with_advantages
 from megarl.types import AlgoState, Reward, Row, scored_batch
 from megarl.types.messages import Role, RoleSpec, Teaching, UpdateRequest
 from megarl.weights.families import read_model_spec
+from tests.distributed.test_adapters import LORA, write_adapters
 from tests.helpers.checkpoints import load_hf, make_checkpoint
 from tests.helpers.distill_ranks import (
     TEMPERATURE,
     DistillCase,
     assembled,
     likely_tokens,
+    teacher_logprobs,
     update_gradients,
 )
+from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.family_parity import split_rows
 from tests.helpers.layout_training import LAYOUTS, Pools, trained_role
 from tests.helpers.rows import random_rows
@@ -33,6 +37,7 @@ BETA = 0.3
 DIVERGENCES = ("reverse", "forward", "jsd")
 # Every rank has a part of the hidden states, of the vocabulary and of the gradients' sums.
 QUICK = ("tp2-sp", "in_chunk")
+K2 = AlgoConfig(kl=KLConfig(where="loss", estimator="k2", coef=0.5))
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +89,26 @@ def taught_rows() -> list[Row]:
     return with_advantages(rows, algorithm.advantages(batch, AlgoState()))
 
 
+@pytest.mark.parametrize(
+    "name", ["tp2-sp", pytest.param("cp2", marks=pytest.mark.long), pytest.param("dp2", marks=pytest.mark.long)]
+)
+def test_log_ratios_of_samples_have_the_gradient_of_k2(
+    rank_pool: Pools, checkpoint: Callable[..., Path], teacher: Path, name: str
+) -> None:
+    layout, student = LAYOUTS[name], checkpoint(tied=True)
+    rows, pool = taught_rows(), rank_pool(LAYOUTS[name].world_size)
+    case = DistillCase(roles=roles_of(student, teacher, layout), rows=rows, micro_batches=split_rows(4, layout.dp))
+    said = {i: values for rank in pool.run(teacher_logprobs, case) for i, values in rank.items()}
+    rows = [row.with_quantities(teacher_logprobs=said[i], ref_logprobs=said[i]) for i, row in enumerate(rows)]
+    case = replace(case, rows=rows, requests=[request_of(cfg, rows) for cfg in (SAMPLED, K2)])
+    shapes = read_model_spec(student).expected_tensors()
+    by_rank = pool.run(update_gradients, case)
+    sampled, k2 = (assembled([rank[i] for rank in by_rank], shapes) for i in range(2))
+    assert max(g.abs().max().item() for g in k2.values()) > 1e-3
+    error = max((sampled[n] - k2[n]).abs().max().item() for n in k2)
+    assert error <= 1e-7, f"max |Δ gradient| is {error:.1e}"
+
+
 def dense_gradients(
     student: Path, teacher: Path, rows: Sequence[Row], divergence: str, beta: float
 ) -> dict[str, torch.Tensor]:
@@ -116,8 +141,11 @@ EXACT_LAYOUTS = {
     **{name: LAYOUTS[name] for name in ("tp2-sp", "cp2", "pp2")},
 }
 EXACT_CASES = [
-    QUICK,
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("tp2", "recompute"), ("cp2", "keep"), ("pp2", "keep"))),
+    pytest.param(
+        name, memory_mode, id=f"{name} {memory_mode}", marks=() if (name, memory_mode) == QUICK else pytest.mark.long
+    )
+    for name in EXACT_LAYOUTS
+    for memory_mode in ("recompute", "keep", "in_chunk")
 ]
 
 
@@ -144,6 +172,25 @@ def test_divergences_over_the_vocabulary_have_the_gradients_of_float64(
         largest = max(gradient.abs().max().item() for gradient in expected.values())
         error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
         assert error <= 1e-5, f"{divergence}: max |Δ gradient| is {error:.1e} of the largest"
+
+
+@pytest.mark.long
+def test_a_teacher_with_experts_teaches_a_policy_without(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    teacher, student, rows = make_moe(tmp_path / "experts", seed=5), checkpoint(tied=False), taught_rows()
+    case = DistillCase(
+        roles=roles_of(student, teacher, LAYOUTS["tp2-sp"]),
+        rows=rows,
+        micro_batches=split_rows(4, 1),
+        requests=[request_of(dense("forward"), rows)],
+    )
+    by_rank = [rank[0] for rank in rank_pool(2).run(update_gradients, case)]
+    found = assembled(by_rank, read_model_spec(student).expected_tensors())
+    expected = dense_gradients(student, teacher, rows, "forward", BETA)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
+    assert error <= 1e-5, f"max |Δ gradient| is {error:.1e} of the largest"
 
 
 @pytest.mark.parametrize("name", ["cp2", pytest.param("tp2-sp", marks=pytest.mark.long)])
@@ -188,10 +235,17 @@ def asks_hinted(rows: Sequence[Row], role: Role) -> list[UpdateRequest]:
 
 
 HINTED_CASES = [
-    (*QUICK, Role.ACTOR),
-    pytest.param("cp2", "keep", Role.TEACHER, marks=pytest.mark.long),
-    pytest.param("pp2", "recompute", Role.TEACHER, marks=pytest.mark.long),
-    pytest.param("dp2", "in_chunk", Role.ACTOR, marks=pytest.mark.long),
+    pytest.param(name, memory_mode, role, id=f"{name} {memory_mode} {role}", marks=marks)
+    for name, memory_mode, role, marks in (
+        (*QUICK, Role.ACTOR, ()),
+        ("tp2", "keep", Role.TEACHER, pytest.mark.long),
+        ("tp2-sp", "recompute", Role.TEACHER, pytest.mark.long),
+        ("cp2", "in_chunk", Role.ACTOR, pytest.mark.long),
+        ("cp2", "keep", Role.TEACHER, pytest.mark.long),
+        ("pp2", "in_chunk", Role.ACTOR, pytest.mark.long),
+        ("pp2", "recompute", Role.TEACHER, pytest.mark.long),
+        ("dp2", "in_chunk", Role.ACTOR, pytest.mark.long),
+    )
 ]
 
 
@@ -219,6 +273,45 @@ def test_a_teacher_that_reads_other_prompts_has_the_gradients_of_float64(
         error = max((found[n] - expected[n]).abs().max().item() for n in expected) / largest
         assert largest > 1e-3
         assert error <= 1e-5, f"{divergence}: max |Δ gradient| is {error:.1e} of the largest"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tp2-sp", "pp2"])
+def test_a_policy_without_its_adapters_teaches_as_the_model_that_it_began_with(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    layout, model, rows = LAYOUTS[name], checkpoint(tied=False), hinted(taught_rows())
+    write_adapters(tmp_path / "actor", model)
+    actor, apart = roles_of(model, model, layout)
+    lora = LoraConfig(**LORA, path=str(tmp_path / "actor"))  # type: ignore[arg-type]
+    actor = replace(actor, settings=replace(actor.settings, lora=lora))
+    shared = replace(apart, model=actor.model, base_of=Role.ACTOR)
+    pool, metrics = rank_pool(layout.world_size), list[dict[str, float]]()
+    for roles, role in (((actor, apart), Role.TEACHER), ((actor, shared), Role.TEACHER), ((actor,), Role.ACTOR)):
+        case = DistillCase(
+            roles=roles, rows=rows, micro_batches=split_rows(4, 1), requests=asks_hinted(rows, role), with_slices=False
+        )
+        # Of the last stage.
+        metrics.append(pool.run(update_gradients, case)[-1][0].metrics)
+    separate, base, itself = (each["distill/loss"] for each in metrics)
+    assert base == pytest.approx(separate, rel=1e-6)
+    assert abs(itself - separate) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", pytest.param("pp2", marks=pytest.mark.long)])
+def test_a_policy_that_reads_no_hint_learns_nothing_of_itself(
+    rank_pool: Pools, checkpoint: Callable[..., Path], name: str
+) -> None:
+    layout, rows = LAYOUTS[name], taught_rows()
+    rows = [row.with_hinted_prompt(row.token_ids[: row.num_prompt_tokens]) for row in rows]
+    case = DistillCase(
+        roles=roles_of(checkpoint(tied=False), checkpoint(tied=False), layout)[:1],
+        rows=rows,
+        micro_batches=split_rows(4, 1),
+        requests=asks_hinted(rows, Role.ACTOR),
+    )
+    for found in (each for rank in rank_pool(2).run(update_gradients, case) for each in rank):
+        assert max(values.abs().max().item() for _, _, values in found.slices) == 0
 
 
 def test_a_policy_learns_nothing_of_itself(rank_pool: Pools, checkpoint: Callable[..., Path]) -> None:

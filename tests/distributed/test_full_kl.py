@@ -1,4 +1,4 @@
-"""KL of rows to their twins with other prompts through the worker, against dense distributions."""
+"""KL over a vocabulary in shards, and of paired rows through the worker, against dense distributions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
-from tests.helpers import ranks
+from tests.helpers import rank_parts, ranks
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
 from tests.helpers.compare import assert_within
 from tests.helpers.rank_pool import RankPool
@@ -20,6 +20,77 @@ from tests.helpers.rows import random_rows
 
 GetPool = Callable[[int], RankPool]
 GetCheckpoint = Callable[..., Path]
+
+# --- two shards of a vocabulary of 11, in float64 where nothing else is said
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense_kl(hidden: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[N] Σ p (log p − log q)."""
+    p, q = ((h.double() @ weight.double().t() / temperature).log_softmax(-1) for h in (hidden, other))
+    return F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+
+
+def assert_kl_is_exact(
+    pool: RankPool,
+    hidden: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    rows_per_rank: int = 8,
+    chunk_tokens: int = 3,
+    atol: float = 1e-12,
+) -> None:
+    # Padding that would matter if it were read.
+    padding = randn(2 * rows_per_rank - len(weight), weight.shape[1], seed=9).to(weight.dtype)
+    arguments = (hidden, other, torch.cat([weight, padding]), len(weight))
+    first, second = pool.run(rank_parts.full_kl, *arguments, temperature=0.5, chunk_tokens=chunk_tokens)
+    assert torch.equal(first, second)
+    assert_within("KL", first, dense_kl(hidden, other, weight, 0.5), atol=atol)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7])
+def test_two_shards(rank_pool: GetPool, num_rows: int, chunk_tokens: int) -> None:
+    hidden, other = randn(num_rows, 6, seed=0), randn(num_rows, 6, seed=1)
+    assert_kl_is_exact(rank_pool(2), hidden, other, randn(11, 6, seed=2), chunk_tokens=chunk_tokens)
+
+
+def test_a_shard_of_padding_alone(rank_pool: GetPool) -> None:
+    hidden, other = randn(7, 6, seed=0), randn(7, 6, seed=1)
+    assert_kl_is_exact(rank_pool(2), hidden, other, randn(11, 6, seed=2), rows_per_rank=16)
+
+
+def test_float32(rank_pool: GetPool) -> None:
+    hidden, other, weight = (randn(*shape, seed=i).float() for i, shape in enumerate([(7, 6), (7, 6), (11, 6)]))
+    assert_kl_is_exact(rank_pool(2), hidden, other, weight, atol=1e-5)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_all_mass_on_one_shard(rank_pool: GetPool, shard: int) -> None:
+    """The logits of one shard are near −2000 in both distributions: its exponentials underflow in any format."""
+    hidden, other, weight = randn(7, 6, seed=0), randn(7, 6, seed=1), randn(11, 6, seed=2)
+    hidden[:, 0] = other[:, 0] = 1.0
+    weight[:, 0] = 0.0
+    weight[slice(8, 11) if shard == 0 else slice(0, 8), 0] = -1000.0
+    assert_kl_is_exact(rank_pool(2), hidden, other, weight, atol=1e-9)
+
+
+def test_disjoint_distributions(rank_pool: GetPool) -> None:
+    """All mass of one on the first shard and of the other on the second: the KL is the gap between the logits."""
+    weight = torch.zeros(11, 2, dtype=torch.float64)
+    weight[0, 0], weight[10, 1] = 100.0, 100.0
+    hidden, other = torch.eye(2, dtype=torch.float64)[[0, 1]], torch.eye(2, dtype=torch.float64)[[1, 0]]
+    first, _ = rank_pool(2).run(
+        rank_parts.full_kl, hidden, other, F.pad(weight, (0, 0, 0, 5)), 11, temperature=0.5, chunk_tokens=3
+    )
+    assert_within("KL", first, torch.full((2,), 200.0), atol=1e-9)
+
+
+# --- rows and their twins with other prompts
 
 TOLERANCE = 1e-5
 TEMPERATURE = 0.7
@@ -113,6 +184,11 @@ def assert_pairs(pool: RankPool, path: Path, layout: LayoutConfig, plan: Sequenc
 def test_paired_rows(rank_pool: GetPool, checkpoint: GetCheckpoint, name: str) -> None:
     layout = LAYOUTS[name]
     assert_pairs(rank_pool(layout.world_size), checkpoint(tied=False), layout, PAIRS)
+
+
+def test_tied_embeddings(rank_pool: GetPool, checkpoint: GetCheckpoint) -> None:
+    layout = LAYOUTS["tp2-sp"]
+    assert_pairs(rank_pool(2), checkpoint(tied=True), layout, PAIRS)
 
 
 def test_a_rank_without_pairs(rank_pool: GetPool, checkpoint: GetCheckpoint) -> None:

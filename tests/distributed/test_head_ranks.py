@@ -129,6 +129,42 @@ def test_any_shape(rank_pool: GetPool) -> None:
 
 
 @pytest.mark.parametrize("memory_mode", REGIMES)
+def test_few_rows(rank_pool: GetPool, memory_mode: str) -> None:
+    cases = [
+        HeadCase(
+            problem=head_problem(num_rows=num_rows), rows_per_rank=8, memory_mode=memory_mode, row_counts=row_counts
+        )
+        for num_rows, counts in ((0, [None, (0, 0)]), (1, [None, (1, 0), (0, 1)]))
+        for row_counts in counts
+    ]
+    assert_exact(rank_pool(2), cases)
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_float32(rank_pool: GetPool, memory_mode: str) -> None:
+    cases = [
+        HeadCase(
+            problem=head_problem(dtype=torch.float32), rows_per_rank=8, memory_mode=memory_mode, row_counts=row_counts
+        )
+        for row_counts in (None, (1, 6))
+    ]
+    assert_exact(rank_pool(2), cases, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_all_logits_very_negative(rank_pool: GetPool, memory_mode: str) -> None:
+    problem = head_problem()
+    problem.hidden[:, 0] = 1e3
+    problem.weight[:, 0] = -100.0
+    cases = [
+        HeadCase(problem=problem, rows_per_rank=8, memory_mode=memory_mode, row_counts=row_counts)
+        for row_counts in (None, (5, 2))
+    ]
+    # Logits of 2e5 have float64 steps of 3e-11, and gradients multiply their errors by up to 1e3.
+    assert_exact(rank_pool(2), cases, atol=1e-7)
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
 def test_bfloat16_inputs_keep_float32_statistics(rank_pool: GetPool, memory_mode: str) -> None:
     """Statistics are those of bfloat16 logits to float32; gradients are partial sums of bfloat16, added up in it."""
     problem = replace(head_problem(num_rows=12, vocab_size=2000, dtype=torch.bfloat16), temperature=torch.ones(12))

@@ -1,6 +1,7 @@
 """The head with a teacher on vocabulary shards: values, gradients, and what ranks exchange."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from megarl.parallel.head.divergence import Divergence
 from tests.helpers import teacher_heads
 from tests.helpers.compare import assert_within
+from tests.helpers.head import nucleus_problem
 from tests.helpers.head_ranks import REGIMES, Collective
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.teacher_heads import TaughtCase, TaughtProblem, dense_taught, taught_problem
@@ -50,6 +52,23 @@ def test_every_divergence_and_memory_mode(rank_pool: GetPool) -> None:
     assert_taught(rank_pool(2), [case for p in problems for memory_mode in REGIMES for case in spread(p, memory_mode)])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("memory_mode", REGIMES)
+@pytest.mark.parametrize("kind", list(Divergence))
+def test_four_ranks_other_shapes_and_float32(rank_pool: GetPool, kind: Divergence, memory_mode: str) -> None:
+    problem = taught_problem(divergence=kind)
+    cases = [
+        TaughtCase(problem=problem, rows_per_rank=4, memory_mode=memory_mode, row_counts=counts)
+        for counts in (None, (2, 0, 4, 1), (0, 0, 0, 7))
+    ]
+    assert_taught(rank_pool(4), cases)
+    nucleus = taught_problem(divergence=kind, student=nucleus_problem())
+    cases = [*spread(nucleus, memory_mode), *spread(taught_problem(num_rows=1, divergence=kind), memory_mode)[:1]]
+    cases += [TaughtCase(problem=taught_problem(num_rows=0, divergence=kind), rows_per_rank=8, memory_mode=memory_mode)]
+    assert_taught(rank_pool(2), cases)
+    assert_taught(rank_pool(2), spread(problem.to(torch.float32), memory_mode), atol=2e-5)
+
+
 def test_the_likeliest_tokens(rank_pool: GetPool) -> None:
     problems = [taught_problem(divergence=kind, top_k=k, gap=k == 4) for kind in Divergence for k in (4, 11)]
     cases = [case for problem in problems for case in spread(problem, REGIMES[len(problem.divergence) % 3])]
@@ -80,6 +99,27 @@ def test_vocabularies_of_other_sizes_and_splits(rank_pool: GetPool, memory_mode:
         for top_k in (None, 3)
     ]
     assert_taught(rank_pool(2), cases)
+
+
+def test_a_student_is_not_taught_by_itself(rank_pool: GetPool) -> None:
+    """Not by the least number, nor is the gradient other than without a teacher."""
+    cases = []
+    for kind in Divergence:
+        problem = taught_problem(divergence=kind).to(torch.float32)
+        student = replace(
+            problem.student,
+            temperature=torch.full((7,), teacher_heads.TEACHER_TEMPERATURE),
+            grad_logprobs=torch.zeros(7),
+            grad_entropy=None,
+        )
+        itself = replace(problem, student=student, teacher_hidden=student.hidden, teacher_weight=student.weight)
+        cases += [TaughtCase(problem=itself, rows_per_rank=8, memory_mode=memory_mode) for memory_mode in REGIMES]
+    for results in rank_pool(2).run(teacher_heads.taught_heads, cases):
+        for result, _ in results:
+            for name in ("divergence", "reverse_kl", "forward_kl"):
+                assert not result.values[name].any()
+            assert not result.grad_hidden.any()
+            assert not result.grad_weight.any()
 
 
 def test_what_is_exchanged(rank_pool: GetPool) -> None:

@@ -1,6 +1,7 @@
 """Families with gated delta nets: rows that share a prompt, and published models whose language model is a part."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,12 @@ from tests.helpers.towers import TOWERS, make_whole
 
 GetPool = Callable[[int], RankPool]
 TP2 = LayoutConfig(tp=2, sequence_parallel=True)
+
+
+def test_experts_beside_delta_nets_equal_transformers(rank_pool: GetPool, tmp_path: Path) -> None:
+    """Further layouts are long, in test_moe_families.py."""
+    expected = run_transformers(make_model(tmp_path / "model", "qwen3_next", tied=False))
+    assert_equals_transformers(rank_pool(2), expected, replace(TP2, ep=2), tmp_path)
 
 
 def rows_of_two_prompts() -> list[Row]:

@@ -1,6 +1,7 @@
 """Rows with images, through the vision tower, in every layout, against transformers, the tower's gradients too."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.config.vision import TowerPart, VisionConfig
 from megarl.convert.commands import mcore_to_hf
@@ -17,14 +19,18 @@ from megarl.convert.engine import ConvertSettings
 from megarl.convert.verify import verify
 from megarl.types import Row
 from megarl.types.messages import Vision
+from megarl.weights.adapters import adapter_spec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from megarl.weights.shards import num_stage_parameters
+from tests.distributed.test_adapters import assembled
+from tests.helpers.adapter_ranks import AdapterCase, run_adapters
 from tests.helpers.family_parity import assert_rows, run_ranks, split_rows
 from tests.helpers.hf_models import assert_same_tensors, read_tensors
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.requests import update_request, with_advantages
 from tests.helpers.tower_training import TowerCase, train_or_read
-from tests.helpers.vision import Answers, ask_transformers, ask_with_stray_placeholders
+from tests.helpers.vision import VISION, Answers, ask_transformers, ask_with_stray_placeholders
 
 GetPool = Callable[[int], RankPool]
 GetAnswers = Callable[[str], Answers]
@@ -38,7 +44,7 @@ LAYOUTS = {
     "dp2": LayoutConfig(dp=2),
     "tp2-pp2": LayoutConfig(tp=2, sequence_parallel=True, pp=2, first_stage_layers=2),
 }
-# With those below, each family, layout and way to recompute once.
+# Each family, layout and way to recompute once.
 PAIRS = [
     ("qwen3_vl", "tp2-sp", "full"),
     ("qwen3_vl", "pp2", "none"),
@@ -53,6 +59,12 @@ WIDE = [
     ("mistral3", "pp2", "selective"),
     ("qwen3_5", "tp1", "full"),
     ("qwen2_5_vl", "tp2-pp2", "none"),
+]
+GRID = [
+    case
+    for case in itertools.product(VISION, LAYOUTS, ("none", "selective", "full"))
+    # Delta nets are computed over whole rows.
+    if case not in PAIRS + WIDE and case[:2] != ("qwen3_5", "cp2")
 ]
 # Of the largest element of all gradients of a tensor.
 TOLERANCE = 1e-5
@@ -90,6 +102,7 @@ def answers(pool: GetPool, tmp_path_factory: pytest.TempPathFactory) -> GetAnswe
     [
         *PAIRS,
         *(pytest.param(*each, id="wide-" + "-".join(each)) for each in WIDE),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in GRID),
     ],
 )
 def test_rows_with_images_equal_transformers(
@@ -115,6 +128,17 @@ def _assert_gradients(got: dict[str, torch.Tensor], expected: Answers) -> None:
         error, largest = float((got[name] - gradient).abs().max()), float(gradient.abs().max())
         # Biases of keys change nothing: their gradients are rounding alone.
         assert error <= max(TOLERANCE * largest, 1e-8), f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=pytest.mark.long) for each in VISION if each != "qwen3_5"])
+def test_images_of_branches_are_read_on_these_alone(pool: GetPool, tmp_path: Path, family: str) -> None:
+    """A prompt's image is read once for all branches, and that of a reply in its own."""
+    expected = pool(1).run(ask_transformers, family, tmp_path, forks=True)[0]
+    vision, layout = Vision(store=expected.store, train="all"), LAYOUTS["tp2-sp"]
+    measured = run_ranks(pool(2), expected.path, layout, tmp_path, expected.rows, MoeConfig(), "none", vision=vision)
+    assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
+    _assert_gradients(load_file(tmp_path / "gradients/model.safetensors"), expected)
+    assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([expected.norm], rel=1e-6)
 
 
 @pytest.mark.long
@@ -147,6 +171,34 @@ def test_a_frozen_tower_reads_images_and_is_not_among_the_weights(
     assert got.keys() == {name for name in read_tensors(expected.path) if not name.startswith("model.visual.")}
     squares = sum(float(expected.gradients[name].double().square().sum()) for name in got)
     assert found.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_adapters_of_the_language_model_learn_beside_a_frozen_tower(pool: GetPool, answers: GetAnswers) -> None:
+    """With B = 0 the model is transformers', and where a weight's gradient is dW, that of B is s·dW·Aᵀ."""
+    expected, layout = answers("qwen3_vl"), LAYOUTS["tp2-sp"]
+    lora, rows = LoraConfig(rank=4, alpha=8.0), with_advantages(expected.rows)
+    case = AdapterCase(
+        model=ModelConfig(path=str(expected.path), dtype="float32", vocab_multiple=4),
+        actor=ActorConfig(
+            layout=layout, lora=lora, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad_norm=1e9)
+        ),
+        rows=rows,
+        micro_batches=split_rows(len(rows), 1),
+        request=update_request(rows, lr=1e-3),
+        vision=Vision(store=expected.store),
+    )
+    outcomes = pool(2).run(run_adapters, case)
+    assert_rows("log-probs", [each.logprobs for each in outcomes], expected.logprobs)
+    shapes = adapter_spec(read_model_spec(expected.path, tower="none"), lora).expected_tensors()
+    after, gradients = (assembled(outcomes, shapes, what) for what in ("after", "gradients"))
+    names = [name.removesuffix(".lora_B.weight") for name in shapes if name.endswith(".lora_B.weight")]
+    assert len(names) == 4 * 7
+    for name in names:
+        # A has no gradient, and stays what it was.
+        wanted = 2.0 * expected.gradients[f"{name}.weight"] @ after[f"{name}.lora_A.weight"].T
+        error, largest = float((gradients[f"{name}.lora_B.weight"] - wanted).abs().max()), float(wanted.abs().max())
+        assert error <= TOLERANCE * largest, f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
+    assert [name for each in outcomes for name in each.changed] == []
 
 
 def test_a_placeholder_that_the_policy_samples_is_a_token_like_any_other(

@@ -14,6 +14,8 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.train.export import export_model
 from megarl.types.messages import Role, RoleSpec, StoreResult
 from megarl.weights import safetensors_map
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import weight_specs
 from tests.helpers import ranks
 from tests.helpers.hf_models import assert_same_bits, read_tensors
 from tests.helpers.rank_pool import RankPool
@@ -90,6 +92,36 @@ def test_export_equals_what_was_loaded(
         {name: value for name, value in loaded.state_dict().items() if not tied or name != "lm_head.weight"}, expected
     )
     assert loaded.config.tie_word_embeddings == tied
+
+
+def test_ranks_hold_parts_of_the_model(rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path) -> None:
+    """The test above would also pass if every rank held everything."""
+    source = checkpoint(tied=False)
+    model = ModelConfig(path=str(source), dtype="float32")
+    writers = PoolWriters(rank_pool(2), LayoutConfig(tp=2), model)
+    export_model(writers, writers.role, tmp_path / "export")
+    for shapes in writers.shapes:
+        # 264 tokens padded to 2 × 256 rows; 4 query and 2 key/value heads of 32; gate and up of 96.
+        assert shapes["embedding.word_embeddings.weight"] == (256, 64)
+        assert shapes["output_layer.weight"] == (256, 64)
+        assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == (128, 64)
+        assert shapes["decoder.layers.1.mlp.linear_fc1.weight"] == (96, 64)
+        assert shapes["decoder.layers.1.mlp.linear_fc2.weight"] == (64, 48)
+        assert shapes["decoder.layers.1.self_attention.q_layernorm.weight"] == (32,)
+    first, second = (stored.num_elements for stored in writers.by_rank)
+    assert (first["lm_head.weight"], second["lm_head.weight"]) == (256 * 64, 8 * 64)
+    assert "model.norm.weight" not in second
+
+
+def test_checksums_do_not_depend_on_the_layout(rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path) -> None:
+    source = checkpoint(tied=False)
+    spec, model = read_model_spec(source), ModelConfig(path=str(source), dtype="float32")
+    sums = []
+    for name, layout in LAYOUTS.items():
+        files = safetensors_map.create_model_files(tmp_path / name, weight_specs(spec, "float32"))
+        sums.append(PoolWriters(rank_pool(layout.world_size), layout, model).store_weights(files).checksums)
+    assert sums[0].keys() == spec.expected_tensors().keys()
+    assert sums[0] == sums[1] == sums[2]
 
 
 def test_a_tied_checkpoint_may_carry_the_head(rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path) -> None:

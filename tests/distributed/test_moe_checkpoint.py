@@ -35,7 +35,7 @@ def history_of(results: Sequence[History]) -> History:
 @pytest.mark.parametrize(
     ("name", "freeze_router"),
     # Layers that checkpoints stack, then layers of two kinds.
-    [("qwen3_moe-mixed", True), ("deepseek_v3", False)],
+    [("mixtral", False), ("qwen3_moe-mixed", True), ("deepseek_v3", False)],
 )
 def test_experts_continue_over_other_ranks(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str, freeze_router: bool

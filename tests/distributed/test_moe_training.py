@@ -98,7 +98,11 @@ def assert_metrics(measured: Sequence[Measured], routers: Routers) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "recompute"),
     [
+        pytest.param("normalized", "tp1", "none", marks=pytest.mark.long),
         ("normalized", "ep2", "full"),
+        pytest.param("normalized", "tp2-sp ep2", "full", marks=pytest.mark.long),
+        pytest.param("normalized", "tp2-sp", "none", marks=pytest.mark.long),
+        pytest.param("normalized", "pp2", "none", marks=pytest.mark.long),
         ("dense-stage", "pp2", "none"),
         ("mixed", "tp2-sp ep2", "none"),
         pytest.param("mixed", "tp2-sp pp2 dp2 ep2", "full", marks=pytest.mark.long),
@@ -130,6 +134,14 @@ def test_ranks_reduce_their_counts_once_a_step(
     )
     assert [measured.num_reductions for measured in found] == [1, 1]
     assert_metrics(found, watched("normalized").routers)
+
+
+def test_balance_loss_is_seen(path: Callable[[str], Path], watched: Callable[[str], Watched]) -> None:
+    """The comparison above would fail without it: it is much of the routers' gradients."""
+    without = run_transformers(path("normalized")).gradients
+    key = "model.layers.2.mlp.gate.weight"
+    difference = (watched("normalized").reference.gradients[key] - without[key]).abs().max()
+    assert difference > 0.1 * without[key].abs().max()
 
 
 @pytest.mark.parametrize(

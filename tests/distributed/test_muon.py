@@ -11,6 +11,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from tests.helpers.muon_ranks import (
     first_updates,
     load_train_with_muon,
+    shapes_of_critic,
     train_save_train_with_muon,
 )
 from tests.helpers.rank_pool import RankPool
@@ -57,3 +58,15 @@ def test_updates_of_matrices_are_nearly_orthogonal(rank_pool: Pools, checkpoint:
     # Adam's first step is lr in every number with a gradient.
     norm = updates["decoder.final_layernorm.weight"]
     torch.testing.assert_close(norm.abs(), torch.full_like(norm, LR), rtol=1e-3, atol=0)
+
+
+def test_only_matrices_of_layers_are_muons(rank_pool: Pools, checkpoint: Callable[..., Path]) -> None:
+    """Not a critic's head, which has one row, nor the embedding."""
+    model = ModelConfig(path=str(checkpoint(tied=False)), dtype="float32")
+    (shapes,) = rank_pool(1).run(shapes_of_critic, actor_config(LayoutConfig()), model)
+    muons, adams = shapes
+    hidden = next(shape[0] for shape in adams if len(shape) == 1)
+    assert {len(shape) for shape in muons} == {2}
+    assert (1, hidden) in adams
+    assert (1, hidden) not in muons
+    assert [shape for shape in adams if len(shape) == 2 and shape[0] > hidden] != []

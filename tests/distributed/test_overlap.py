@@ -21,16 +21,21 @@ RECOMPUTE, IN_CHUNK = (HeadConfig(regime=memory_mode, chunk_tokens=16) for memor
 @pytest.mark.parametrize(
     ("tied", "head", "layout", "gathers"),
     [
+        pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), False, id="untied", marks=pytest.mark.long),
         pytest.param(False, RECOMPUTE, LayoutConfig(dp=2), True, id="untied, weights too"),
         pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), False, id="tied"),
+        pytest.param(True, RECOMPUTE, LayoutConfig(dp=2), True, id="tied, weights too", marks=pytest.mark.long),
         pytest.param(False, IN_CHUNK, LayoutConfig(dp=2), False, id="in chunks", marks=pytest.mark.long),
-        pytest.param(
-            False,
-            HeadConfig(regime="keep"),
-            LayoutConfig(dp=2, pp=2, virtual_pp=2, overlap_p2p=True),
-            True,
-            id="two stages of two chunks, weights too",
-            marks=pytest.mark.long,
+        *(
+            pytest.param(
+                False,
+                HeadConfig(regime="keep"),
+                LayoutConfig(dp=2, pp=2, virtual_pp=2, overlap_p2p=True),
+                gathers,
+                id=f"two stages of two chunks{', weights too' if gathers else ''}",
+                marks=pytest.mark.long,
+            )
+            for gathers in (False, True)
         ),
     ],
 )

@@ -24,8 +24,11 @@ PADDING = 0.02
     ("layout", "tied", "dtype", "distributed"),
     [
         (LayoutConfig(tp=2, sequence_parallel=True), True, "float32", True),
+        (LayoutConfig(pp=2), True, "float32", True),
         (LayoutConfig(pp=2), False, "bfloat16", True),
         (LayoutConfig(dp=2), False, "bfloat16", True),
+        (LayoutConfig(dp=2), True, "bfloat16", False),
+        (LayoutConfig(cp=2), True, "float32", True),
     ],
     ids=lambda value: str(value).replace("LayoutConfig", "") if isinstance(value, LayoutConfig) else str(value),
 )

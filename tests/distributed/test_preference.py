@@ -38,9 +38,8 @@ OBJECTIVES = ("dpo", "ipo", "kto", "orpo")
 # Two ranks that split the vocabulary, and pairs in several micro-batches.
 DEFAULT = ("tp2-sp", "kto", SPLIT)
 CASES = [
-    DEFAULT,
-    *(pytest.param("tp2-sp", name, 1000, marks=pytest.mark.long) for name in OBJECTIVES),
-    *(pytest.param(name, "dpo", SPLIT, marks=pytest.mark.long) for name in LAYOUTS),
+    pytest.param(*case, marks=() if case == DEFAULT else pytest.mark.long, id=" ".join(map(str, case)))
+    for case in ((name, objective, tokens) for name in LAYOUTS for objective in OBJECTIVES for tokens in (SPLIT, 1000))
 ]
 
 

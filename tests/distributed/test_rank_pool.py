@@ -1,6 +1,9 @@
 """The pool that the multi-rank tests run on: results, errors, time-outs, and nothing left behind."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rank_pool import RankContext, RankError, RankPool
+from tests.helpers.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
 
 
 def add(context: RankContext, left: int, *, right: int) -> tuple[int, int]:
@@ -31,6 +37,12 @@ def divide_by_rank(context: RankContext) -> float:
 def hang_on_rank_1(context: RankContext) -> None:
     if context.rank == 1:
         time.sleep(600)
+
+
+def compute_on_rank_1(context: RankContext, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while context.rank == 1 and time.monotonic() < end:
+        pass
 
 
 def end_on_rank_1(context: RankContext) -> None:
@@ -94,3 +106,49 @@ def test_a_hanging_rank_is_ended(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1: did not answer in time"):
         pool.run(hang_on_rank_1, timeout_s=0.5)
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_rank_that_still_computes_has_not_hung(pool: RankPool) -> None:
+    pool.run(add, 0, right=0)
+    assert pool.run(compute_on_rank_1, 3.0, timeout_s=2.0) == [None, None]
+    with pytest.raises(RankError, match="rank 1: did not answer in time"):
+        pool.run(compute_on_rank_1, 600.0, timeout_s=0.5)
+
+
+HANGING_SESSION = """
+import signal, threading, time
+from tests.distributed.test_rank_pool import directory, hang_on_rank_1
+from tests.helpers import rank_pool
+from tests.helpers.rank_pool import RankPool
+
+# These ranks compute nothing.
+rank_pool.PRELOAD.clear()
+
+if __name__ == "__main__":
+    # A background job of a shell ignores it, and so would what that job starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with RankPool(2) as pool:
+        [path, _] = pool.run(directory)
+        print(*pool.pids, path, flush=True)
+        pool.run(hang_on_rank_1)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_its_session(tmp_path: Path, signum: int) -> None:
+    script = tmp_path / "session.py"
+    script.write_text(HANGING_SESSION)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as session:
+        assert session.stdout is not None
+        *numbers, path = session.stdout.readline().split()
+        pids = [int(number) for number in numbers]
+        assert len(pids) == 2
+        assert Path(path).is_dir()
+        assert all(is_alive(pid) for pid in pids)
+        session.send_signal(signum)
+        session.wait(timeout=30)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), f"the end of processes {pids}", timeout_s=30)
+    assert not Path(path).exists()

@@ -21,19 +21,28 @@ SPARSE = MoeConfig(aux_loss_coef=0.7)
 @pytest.mark.parametrize(
     ("family", "recompute", "twice", "once"),
     [
+        ("qwen3", {"recompute": "selective"}, ["0.mlp", "4.mlp"], ["0.self_attention", "0.pre_mlp_layernorm"]),
         (
             "qwen3",
             {"recompute": "selective", "recompute_modules": ("layernorm", "core_attn")},
             ["0.input_layernorm", "4.pre_mlp_layernorm", "3.self_attention.core_attention"],
             ["0.mlp", "0.self_attention"],
         ),
+        ("qwen3", {"recompute": "full", "recompute_layers": 2}, ["0.mlp", "1.mlp"], ["2.mlp", "4.mlp"]),
         ("qwen3", {"recompute": "full", "recompute_unit": 5}, ["0.mlp", "4.mlp"], []),
+        # What it adds to the residual stream is multiplied in both passes.
         ("granite", {"recompute": "full", "recompute_unit": 5}, ["0.mlp", "4.mlp"], []),
         (
             "qwen3_moe",
             {"recompute": "selective", "recompute_modules": ("moe", "layernorm")},
             ["1.mlp.router", "1.pre_mlp_layernorm"],
             ["1.self_attention"],
+        ),
+        (
+            "qwen3_5",
+            {"recompute": "full", "recompute_layers": 3},
+            ["0.self_attention.in_proj", "2.self_attention"],
+            ["3.self_attention.in_proj", "4.mlp"],
         ),
         (
             "deepseek_v3",

@@ -50,8 +50,11 @@ CASES = {
     "tp1 row by row": Case(layout=LayoutConfig(), plan=row_by_row),
     "tp1 planned, plain optimizer": Case(layout=LayoutConfig(), plan=planned(1), distributed=False),
     "tp2": Case(layout=LayoutConfig(tp=2), plan=planned(1)),
+    "tp2 row by row": Case(layout=LayoutConfig(tp=2), plan=row_by_row),
     "tp2-sp": Case(layout=LayoutConfig(tp=2, sequence_parallel=True), plan=planned(1)),
+    "tp2-sp row by row": Case(layout=LayoutConfig(tp=2, sequence_parallel=True), plan=row_by_row),
     "dp2": Case(layout=LayoutConfig(dp=2), plan=planned(2)),
+    "dp2 plain optimizer": Case(layout=LayoutConfig(dp=2), plan=planned(2), distributed=False),
     "dp2 with a rank without rows": Case(layout=LayoutConfig(dp=2), plan=alone(2)),
     "pp2": Case(layout=LayoutConfig(pp=2), plan=planned(1)),
     "pp2 uneven": Case(layout=LayoutConfig(pp=2, first_stage_layers=3), plan=row_by_row),
@@ -59,12 +62,15 @@ CASES = {
     "pp2 vpp2": Case(layout=LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True), plan=planned(1, multiple=2)),
     "cp2": Case(layout=LayoutConfig(cp=2), plan=planned(1)),
     "tp2-sp cp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, cp=2), plan=planned(1)),
+    "cp2 dp2": Case(layout=LayoutConfig(cp=2, dp=2), plan=planned(2)),
     "cp2 dp2 with a rank without rows": Case(layout=LayoutConfig(cp=2, dp=2), plan=alone(2)),
+    "pp2 dp2 plain optimizer": Case(layout=LayoutConfig(pp=2, dp=2), plan=planned(2), distributed=False),
     "pp2 dp2 with a rank without rows": Case(layout=LayoutConfig(pp=2, dp=2), plan=alone(2)),
     "tp2-sp, full recompute": Case(
         layout=LayoutConfig(tp=2, sequence_parallel=True), plan=planned(1), recompute="full"
     ),
     "tp1, selective recompute": Case(layout=LayoutConfig(), plan=planned(1), recompute="selective"),
+    "tp2-sp dp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, dp=2), plan=planned(2)),
     "tp2-sp dp2 with a rank without rows": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, dp=2), plan=alone(2)),
 }
 
@@ -96,8 +102,8 @@ def baseline(
 
 
 # Every dimension, alone or with tensor parallelism, with one algorithm, and other algorithms where they differ: in sums
-# over ranks and packs. Other layouts with the first algorithm are long.
-SHORT = [
+# over ranks and packs. The other pairs are long.
+SHORT = {
     ("tp1 row by row", "token-mean"),
     ("tp1 planned, plain optimizer", "token-mean"),
     ("tp1, selective recompute", "token-mean"),
@@ -119,13 +125,14 @@ SHORT = [
     ("tp2-sp", "dppo exact"),
     *((case, "flowrl") for case in ("tp1 row by row", "tp2-sp", "pp2")),
     *((case, "echo") for case in ("tp1 row by row", "tp2", "tp2-sp", "pp2", "cp2")),
-]
+}
 # These differ from the others in pure functions, which unit tests cover, and in quantities that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")
 
 PAIRS = [
-    *SHORT,
-    *(pytest.param(case, "token-mean", marks=pytest.mark.long) for case in CASES if (case, "token-mean") not in SHORT),
+    pytest.param(case, algorithm, marks=() if (case, algorithm) in SHORT else pytest.mark.long)
+    for case in CASES
+    for algorithm in ALGORITHMS
 ]
 
 
@@ -140,6 +147,23 @@ def test_layouts_and_splits(
     assert all(len(micro_batches) > 1 for micro_batches in plan)
     got = run_replay(replay, rank_pool(layout.world_size), CASES[case].actor, plan, tmp_path)
     assert_same_steps(got, expected.run, mean_abs_advantage=replay.mean_abs_advantage)
+
+
+# What a filter leaves may be too few rows for the ranks: by their number, who has which.
+FEW_ROWS: dict[int, list[list[list[int]]]] = {3: [[[0], [2]], [[1], []]], 1: [[[]], [[0]]]}
+
+
+@pytest.mark.parametrize("num_rows", list(FEW_ROWS))
+def test_too_few_rows_for_the_ranks(
+    rank_pool: GetPool, baseline: Callable[[str], Baseline], tmp_path: Path, num_rows: int
+) -> None:
+    """Gradients come from the other rank alone, and metrics count every row once."""
+    replay = baseline("token-mean+kl+entropy").replay
+    replay = replace(replay, rows=replay.rows[:num_rows])
+    expected = run_replay(replay, rank_pool(1), BASELINE.actor, one_batch(replay.rows), tmp_path / "one")
+    got = run_replay(replay, rank_pool(2), CASES["dp2"].actor, FEW_ROWS[num_rows], tmp_path / "two")
+    assert expected.steps[0].metrics["actor/grad_norm"] > 0
+    assert_same_steps(got, expected, mean_abs_advantage=replay.mean_abs_advantage)
 
 
 def dense_steps(replay: Replay) -> list[DenseStep]:

@@ -36,14 +36,17 @@ CHANGES = {
     # Four ranks share one key/value head and have 2.5 of a group's 10 heads.
     "tp4": {"num_attention_heads": 8, "num_key_value_heads": 1},
 }
+OF_DENSE = ("tp1", "tp2-pp2", "pp2-vpp2", "pp2-vpp2-uneven")
 QUICK = [("deepseek_v2", False, "tp2-ep2"), ("qwen3", False, "pp2-vpp2-uneven")]
+# Tied embeddings have a bucket of the distributed optimizer to themselves. Where 64 does not divide the elements of the
+# one before it, Megatron 0.16.1 pads it beyond its end and refuses to save it; no model of a real size has such layers.
+HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 CASES = [
-    *QUICK,
-    *((name, False, "tp2-pp2") for name in DENSE),
-    *((name, False, "tp2-ep2") for name in WITH_EXPERTS if name != "deepseek_v2"),
-    *(("qwen2", tied, layout) for tied, layout in ((True, "pp2-vpp2"), (True, "tp1"), (False, "tp4"))),
-    ("qwen3_moe", False, "tp4"),
+    *((name, tied, layout) for name in DENSE for tied in (True, False) for layout in OF_DENSE),
+    *((name, tied, layout) for name in WITH_EXPERTS for tied in (True, False) for layout in (*OF_DENSE, "tp2-ep2")),
+    *((name, tied, "tp4") for name, tied in (("qwen3", True), ("qwen2", False), ("qwen3_moe", False))),
 ]
+CASES = [case for case in CASES if not (case[0] in HYBRID and case[1] and "vpp2" in case[2])]
 # Small enough that every model has several files.
 SHARD_BYTES = 100_000
 

@@ -1,18 +1,24 @@
 """A session trains as plain torch does, and says after a failure what it still has."""
 
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megarl
 from megarl.algos.objectives import OwnObjective
+from megarl.algos.preference import preference_objective
+from megarl.config.schema import TrainPreferenceConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.types import PolicyOutputs, RowBatch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compare import assert_within
+from tests.helpers.rows import random_rows
 from tests.helpers.session_cases import (
     BETAS,
     CLIP,
@@ -68,6 +74,30 @@ def test_calls_add_up_to_a_step_of_plain_torch(session: megarl.Session, path: Pa
         session.save(directory)
 
 
+def test_pairs_of_rows_stay_together(session: megarl.Session, tmp_path: Path) -> None:
+    """DPO's loss and its gradient are those of plain torch, though two replicas share the rows."""
+    rows = [
+        row.only(()).with_quantities(ref_logprobs=row.quantities["rollout_logprobs"]) for row in rows_of() + rows_of(1)
+    ]
+    dpo, half = preference_objective(TrainPreferenceConfig(objective="dpo", beta=0.5)), len(rows) // 2
+    session.export(tmp_path / "model")
+    loop = TorchLoop(tmp_path / "model")
+    ratios = [
+        (loop.logprobs(row) - torch.from_numpy(row.quantities["ref_logprobs"]))[torch.from_numpy(row.loss_mask)].sum()
+        for row in rows
+    ]
+    margins = torch.stack([chosen - rejected for chosen, rejected in zip(ratios[:half], ratios[half:], strict=True)])
+    expected = -F.logsigmoid(0.5 * margins).mean()
+    expected.backward()
+    assert_within("loss", session.accumulate(rows, dpo)["actor/loss"], expected.item(), atol=1e-5)
+    assert_within("norm", session.step(1e-9)["actor/grad_norm"], loop.step(1e-9), atol=1e-5)
+    with pytest.raises(DataError, match="got 5 for an objective over pairs, expected an even number: all chosen rows"):
+        session.accumulate(rows[:5], dpo)
+    long = [row.with_quantities(ref_logprobs=np.zeros(60, np.float32)) for row in random_rows([(50, 60), (40, 60)])]
+    with pytest.raises(DataError, match=r"have 210 tokens, expected at most actor.micro_batch_tokens=192 for a pair"):
+        session.accumulate(long, dpo)
+
+
 def own_loss(rows: RowBatch, out: PolicyOutputs) -> torch.Tensor:
     return -out.logprobs
 
@@ -108,3 +138,34 @@ def test_what_a_session_has_after_a_failure(session: megarl.Session, tmp_path: P
         session.sample(["1+1=?"])
     with pytest.raises(ConfigError, match="role: got 'reference', expected one of actor; "):
         session.logprobs(rows, "reference")
+
+
+@pytest.mark.long
+def test_a_call_costs_little(session: megarl.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `accumulate` and `step` do besides the calls of the ranks, which the trainer does, too."""
+    rows, inside = as_read(rows_of(), "cross_entropy"), list[float]()
+
+    def timed(call: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                inside.append(time.perf_counter() - began)
+
+        return run
+
+    workers = session._parts.workers
+    for name in ("accumulate", "apply"):
+        monkeypatch.setattr(workers, name, timed(getattr(workers, name)))
+    outside = []
+    for _ in range(20):
+        for call in (lambda: session.accumulate(rows, "cross_entropy"), lambda: session.step(1e-6)):
+            began = time.perf_counter()
+            call()
+            outside.append(time.perf_counter() - began - inside[-1])
+    print(
+        f"median overhead {1000 * statistics.median(outside):.2f} ms, worst {1000 * max(outside):.2f} ms; "
+        f"ranks {1000 * statistics.median(inside):.1f} ms a call"
+    )
+    assert statistics.median(outside) <= 5e-3

@@ -40,8 +40,8 @@ LAYOUTS = {**layout_training.LAYOUTS, "dp4": LayoutConfig(dp=4)}
 # Two ranks with different numbers of rows, in several micro-batches; and four that share two key/value heads.
 QUICK = [("dp2", SPLIT), ("tp4-sp", ALONE)]
 CASES = [
-    *QUICK,
-    *(pytest.param(name, SPLIT, marks=pytest.mark.long) for name in LAYOUTS if (name, SPLIT) not in QUICK),
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.long, id=" ".join(map(str, case)))
+    for case in ((name, tokens) for name in LAYOUTS for tokens in (SPLIT, ALONE))
 ]
 
 
@@ -108,3 +108,17 @@ def test_every_layout_trains_as_plain_torch(
             for row, got, expected in zip(rows, before, step.before, strict=True):
                 assert_within("log-probs", got[row.loss_mask], expected[row.loss_mask], atol=OUTPUT)
         assert_same_files(files, step)
+
+
+@pytest.mark.long
+def test_a_replica_without_rows_keeps_in_step(
+    rank_pool: Pools, checkpoint: Callable[..., Path], chats: SftDataset, tmp_path: Path
+) -> None:
+    path, rows = checkpoint(tied=False), chats.rows([0])
+    case = sft_case(path, LAYOUTS["dp2"], SPLIT, rows, tmp_path)
+    outcomes = run_training(rank_pool, case)
+    assert sorted(len(outcome.outputs.quantities["logprobs"]) for outcome in outcomes if outcome.outputs) == [0, 1]
+    dense = DenseSft(path, ADAM)
+    for number, lr in enumerate(LEARNING_RATES):
+        step = dense.step(rows, lr)
+        assert_within("loss", outcomes[0].updates[number].metrics["actor/loss"], step.loss, atol=LOSS)

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig, OptimizerConfig
 from megarl.types import Row
+from megarl.weights.attention import AttentionOptions
 from tests.distributed.test_adapters import (
+    CASES,
     FLOAT32,
     LAYOUTS,
     GetPool,
@@ -24,6 +27,7 @@ from tests.helpers.adapter_ranks import adapter_layout, run_adapters
 from tests.helpers.family_parity import TOLERANCE
 from tests.helpers.forests import forest_errors, random_tree
 from tests.helpers.hf_models import make_model
+from tests.helpers.path_kernels import path_errors, random_paths
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.te_reference import forests_despite, install
 
@@ -55,7 +59,7 @@ def te_pool() -> Iterator[GetPool]:
 
 @pytest.mark.parametrize(
     ("name", "layout", "recompute"),
-    sorted(QUICK),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in sorted({*CASES, *QUICK})],
 )
 def test_adapters_equal_merged_weights(
     te_pool: GetPool, reference: Callable[[str], Merged], name: str, layout: str, recompute: str
@@ -75,6 +79,13 @@ def test_a_model_with_adapters_has_the_same_parameters(
     assert te_pool(under).run(adapter_layout, case, engine_layers=True) == rank_pool(under).run(
         adapter_layout, case, engine_layers=False
     )
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_gathered_keys_equal_attention_path_by_path(te_pool: GetPool, window: int | None) -> None:
+    paths = random_paths(0, 60, [1, 13, 17, 30, 3, 64, 25, 9, 40, 12, 2])
+    (errors,) = te_pool(1).run(path_errors, "te", paths, (8, 2, 16), torch.float32, AttentionOptions(window=window))
+    assert max(errors.values()) <= 1e-5
 
 
 def trees_of(path: Path, name: str, layout: str, **settings: Any) -> tuple[ModelConfig, ActorConfig, list[list[Row]]]:

@@ -11,11 +11,14 @@ from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
+from megarl.config.lora import LoraConfig
+from megarl.convert.models import open_model
 from megarl.train.teachers import comparison_of
 from megarl.types import Row
 from megarl.types.messages import RoleSpec, UpdateRequest
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
+from tests.distributed.test_adapters import LORA, write_adapters
 from tests.helpers.checkpoints import load_hf
 from tests.helpers.family_parity import split_rows
 from tests.helpers.layout_training import LAYOUTS, Pools, trained_role
@@ -120,3 +123,44 @@ def test_stale_tokens_have_the_distribution_of_their_version(
     assert apart > 0.01
     resumed = replace(case, steps=steps[4:], loads=str(tmp_path / "saved"))
     assert_same(merged(pool.run(compare_versions, resumed))[0], seen[-1])
+
+
+@pytest.mark.long
+def test_copies_of_another_layout_and_fewer_of_them(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = checkpoint(tied=True)
+    steps, pool, saved = steps_of(model, None), rank_pool(2), str(tmp_path / "saved")
+    case = case_of(trained_role(model, LAYOUTS["tp2-sp"], 60), steps)
+    expected = merged(pool.run(compare_versions, replace(case, saves=saved, save_at=3)))[-1]
+    elsewhere = replace(case_of(trained_role(model, LAYOUTS["pp2"], 60), steps[4:]), loads=saved)
+    (got,) = merged(pool.run(compare_versions, elsewhere))
+    for label, pair in got.items():
+        for a, b in zip(pair, expected[label], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+    # Of the versions 1 and 3 that were kept, it forgets the first, whose token is in the fourth step.
+    fewer = replace(elsewhere, role=replace(elsewhere.role, kept_versions=1), steps=steps[3:4])
+    with pytest.raises(Exception, match=r"sampled by version 1 .* keep versions from 2 on"):
+        pool.run(compare_versions, fewer)
+    # Converters see the weights alone.
+    assert (
+        open_model(Path(saved) / "actor", model).reader.specs.keys() == read_model_spec(model).expected_tensors().keys()
+    )
+    without = replace(elsewhere, role=replace(elsewhere.role, kept_versions=0), steps=())
+    assert merged(pool.run(compare_versions, without)) == []
+
+
+@pytest.mark.long
+def test_with_adapters_these_alone_are_copied(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What a step sees after a resume is what it saw before."""
+    model, saved = checkpoint(tied=False), str(tmp_path / "saved")
+    write_adapters(tmp_path / "adapters", model)
+    lora = LoraConfig(**LORA, path=str(tmp_path / "adapters"))  # type: ignore[arg-type]
+    role = trained_role(model, LAYOUTS["tp2-sp"], 60)
+    case = case_of(replace(role, settings=replace(role.settings, lora=lora)), steps_of(model, None))
+    seen = merged(rank_pool(2).run(compare_versions, replace(case, saves=saved, save_at=3)))
+    resumed = replace(case, steps=case.steps[4:], loads=saved)
+    assert_same(merged(rank_pool(2).run(compare_versions, resumed))[0], seen[-1])
+    assert max(float(divergence.max()) for _, divergence in seen[-1].values()) > 1e-4

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from megarl.parallel.backend import shares_prefixes
 from megarl.types import Row
 from tests.helpers import ranks
 from tests.helpers.compare import assert_within
-from tests.helpers.family_parity import load_transformers
+from tests.helpers.family_parity import assert_equals_transformers, load_transformers, run_transformers
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
 from tests.helpers.rank_pool import RankPool
 
@@ -54,3 +55,13 @@ def test_windows_of_rows_with_one_prompt(
     got = rank_pool(2).run(ranks.forward_actor, *arguments, temperature=1.0)[0].quantities["logprobs"]
     for i, row in enumerate(rows):
         assert_within("log-probs", got[i], dense_logprobs(path, row), atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_backward_computes_again_equals_transformers(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, recompute: Literal["selective", "full"]
+) -> None:
+    path = make_model(tmp_path / "model", "mistral-window", tied=False)
+    layout = LayoutConfig(tp=2, sequence_parallel=True)
+    assert_equals_transformers(rank_pool(2), run_transformers(path), layout, tmp_path, recompute=recompute)

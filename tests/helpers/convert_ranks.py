@@ -12,7 +12,7 @@ from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
 from megarl.types.messages import Role
-from tests.helpers.checkpoint_ranks import open_worker
+from tests.helpers.checkpoint_ranks import open_worker, train
 from tests.helpers.measure import dense_logits
 from tests.helpers.rank_pool import RankContext
 
@@ -74,3 +74,18 @@ def save(worker: RankWorker, directory: str) -> None:
     worker.save_checkpoint(directory, portable=False)
     assert worker.finish_checkpoint(wait=True)
     end_writer()
+
+
+def train_and_save(
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    directory: str,
+    files: Sequence[str],
+) -> None:
+    """A step of training, the trainer's checkpoint, and its export."""
+    worker = open_worker(context, actor, model)
+    train(worker, actor, rows, range(1))
+    save(worker, directory)
+    worker.store_weights(files, with_checksums=False)

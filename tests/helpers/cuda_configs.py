@@ -26,6 +26,29 @@ FUSED = (
 RECOMPUTES = ("none", "selective", "full")
 
 
+def built_output_layer(context: RankContext) -> bool:
+    """Whether Megatron's output layer, built beside Transformer Engine's layers without apex, has fused gradients."""
+    from megarl.parallel import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        beside = replace(backend.BACKENDS["cpu"], uses_transformer_engine=True)
+        patch.setitem(backend.BACKENDS, "cpu", beside)
+        backend.prepare_megatron()
+        from megatron.core.tensor_parallel import ColumnParallelLinear, layers
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        try:
+            config = TransformerConfig(
+                num_layers=1, hidden_size=8, num_attention_heads=1, gradient_accumulation_fusion=True
+            )
+            layer = ColumnParallelLinear(
+                8, 16, config=config, init_method=config.init_method, bias=False, skip_weight_param_allocation=True
+            )
+        finally:
+            layers._grad_accum_fusion_available = False
+    return bool(layer.gradient_accumulation_fusion)
+
+
 def own_attention(context: RankContext, path: str, layout: LayoutConfig) -> list[AttentionOptions | None]:
     """Of each layer of Transformer Engine's, the options of megarl's attention in it, if that is there.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, Qwen3ForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, Qwen3ForSequenceClassification
 
 from megarl.types import Row
 from tests.helpers.checkpoints import load_hf
@@ -176,6 +176,31 @@ class DenseCritic(DenseTrainer):
         returns, old = (torch.from_numpy(row.quantities[name]).double() for name in ("returns", "values"))
         near_old = old + (values - old).clamp(-self.clip, self.clip)
         return 0.5 * torch.maximum((values - returns) ** 2, (near_old - returns) ** 2), values
+
+
+class DenseRewardModel(DenseTrainer):
+    """A reward model: the mean over pairs of −log σ(chosen − rejected − margin), its scores as transformers pools them.
+
+    Rows are prompts: the chosen of all pairs, then the rejected, each followed by a token that does not count.
+    """
+
+    def __init__(self, path: Path, adam: AdamSettings) -> None:
+        super().__init__(AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64), adam)
+
+    def score(self, row: Row) -> torch.Tensor:
+        tokens = torch.from_numpy(row.token_ids[: row.num_prompt_tokens])
+        return self.model(tokens[None]).logits[0, 0]
+
+    def _backward(self, rows: Sequence[Row]) -> tuple[float, list[np.ndarray]]:
+        count = len(rows) // 2
+        loss, before = 0.0, {}
+        for i in range(count):
+            chosen, rejected = self.score(rows[i]), self.score(rows[count + i])
+            part = -F.logsigmoid(chosen - rejected - float(rows[i].quantities["margin"][0])) / count
+            part.backward()
+            loss += part.item()
+            before |= {i: chosen, count + i: rejected}
+        return loss, [before[i].detach().numpy()[None] for i in range(len(rows))]
 
 
 class DensePreference(DenseTrainer):

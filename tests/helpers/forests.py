@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.algos.preference import preference_objective
 from megarl.algos.sft import SftAlgorithm
-from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.types import IdArray, Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec, UpdateRequest
+from megarl.config.schema import ActorConfig, ModelConfig, TrainPreferenceConfig
+from megarl.types import AlgoState, FloatArray, IdArray, Row
+from megarl.types.forks import path_to
+from megarl.types.messages import ForwardRequest, Head, LoadRequest, Role, RoleSpec, UpdateRequest
 from tests.helpers.hf_models import VOCAB_SIZE
 from tests.helpers.rank_pool import RankContext
 
@@ -130,6 +132,69 @@ def _gradient_error(loaded: Any, layout: Any, expected: Mapping[str, torch.Tenso
     )
 
 
+def pairs_and_hints_apart(
+    context: RankContext,
+    model: ModelConfig,
+    actor: ActorConfig,
+    rows: Sequence[Row],
+    hinted: Sequence[Row],
+    beta: float,
+) -> tuple[float, float, float, float]:
+    """Errors of DPO's loss and gradients on pairs of rows that fork, the first half chosen, and of their log-probs and
+    of the KLs to the same tokens behind hints; the reference runs transformers on the path to each trained token.
+    """
+    from tests.helpers.family_parity import load_transformers
+    from tests.helpers.ranks import join_layout
+
+    worker = join_layout(context, actor.layout)
+    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=model, settings=actor),), seed=0))
+    hf, count = load_transformers(Path(model.path)), len(rows)
+    every = [_on_paths(hf, row) for row in rows]
+    with torch.no_grad():
+        behind = [_on_paths(hf, row) for row in hinted]
+    request = ForwardRequest(role=Role.ACTOR, temperature=1.0, step=0, paired=True)
+    outputs = worker.forward([*rows, *hinted], [list(range(2 * count))], request)
+    logprob_error, kl_error = 0.0, 0.0
+    if outputs is not None:
+        for i, row in enumerate(rows):
+            kl = (behind[i].exp() * (behind[i] - every[i])).sum(-1).detach().numpy()
+            wanted = _labels(row, every[i]).detach().numpy()
+            got = {name: outputs.quantities[name][i][row.loss_mask] for name in ("logprobs", "kl")}
+            logprob_error = max(logprob_error, float(np.abs(got["logprobs"] - wanted).max()))
+            kl_error = max(kl_error, float(np.abs(got["kl"] - kl).max()))
+    objective = preference_objective(TrainPreferenceConfig(objective="dpo", beta=beta))
+    denominators = objective.denominators(rows)
+    update = UpdateRequest(
+        step=0, objective=objective, state=AlgoState(), denominators=denominators, temperature=1.0, lr=0.0
+    )
+    result = worker.update(rows, [list(range(count))], update)
+    gains = [
+        (_labels(row, each) - torch.from_numpy(row.quantities["ref_logprobs"][row.loss_mask])).sum()
+        for row, each in zip(rows, every, strict=True)
+    ]
+    margins = torch.stack(gains[: count // 2]) - torch.stack(gains[count // 2 :])
+    loss = torch.log1p(torch.exp(-beta * margins)).mean()
+    hf.zero_grad()
+    loss.backward()
+    expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in hf.named_parameters()}
+    gradient_error = _gradient_error(worker.roles[Role.ACTOR], worker.layout, expected)
+    loss_error = 0.0 if result is None else abs(result.metrics["actor/loss"] / loss.item() - 1)
+    return loss_error, gradient_error, logprob_error, kl_error
+
+
+def _on_paths(hf: torch.nn.Module, row: Row) -> torch.Tensor:
+    """Log-probs of the whole vocabulary for each trained token, [n, V], each by the path to it alone."""
+    tokens = torch.from_numpy(row.token_ids).long()
+    labels = (np.flatnonzero(row.loss_mask) + row.num_prompt_tokens).tolist()
+    paths = [tokens[torch.from_numpy(path_to(label + 1, row.forks))[:-1]] for label in labels]
+    return torch.stack([hf(path[None]).logits[0, -1].log_softmax(-1) for path in paths])
+
+
+def _labels(row: Row, logprobs: torch.Tensor) -> torch.Tensor:
+    labels = torch.from_numpy(row.token_ids[row.num_prompt_tokens :][row.loss_mask]).long()
+    return logprobs.gather(1, labels[:, None])[:, 0]
+
+
 def _reference(hf: torch.nn.Module, rows: Sequence[Row]) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean negative log-likelihood of the trained tokens, and its gradients by name."""
     hf.zero_grad()
@@ -144,3 +209,24 @@ def _reference(hf: torch.nn.Module, rows: Sequence[Row]) -> tuple[float, dict[st
         loss.backward()
         total += loss.item()
     return total, {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in hf.named_parameters()}
+
+
+def outputs_apart(
+    context: RankContext, model: ModelConfig, actor: ActorConfig, rows: Sequence[Row], hinted: Sequence[Row]
+) -> list[dict[str, dict[int, FloatArray]]]:
+    """A critic's values, and log-probs, entropies and KLs of rows beside hinted ones; each of one pack, then by row."""
+    from tests.helpers.ranks import join_layout
+
+    worker = join_layout(context, actor.layout)
+    critic = RoleSpec(role=Role.CRITIC, model=model, settings=actor, head=Head.SCALAR)
+    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=model, settings=actor), critic), seed=0))
+    with torch.no_grad():
+        for chunk in worker.roles[Role.CRITIC].chunks:
+            torch.nn.init.constant_(chunk.value_head.weight, 0.3)
+    count, outputs = len(rows), []
+    for role, every, paired in ((Role.CRITIC, rows, False), (Role.ACTOR, [*rows, *hinted], True)):
+        apart = [[i, count + i] if paired else [i] for i in range(count)]
+        for batches in ([list(range(len(every)))], apart):
+            result = worker.forward(every, batches, ForwardRequest(role=role, temperature=1.0, step=0, paired=paired))
+            outputs.append({} if result is None else {name: dict(of) for name, of in result.quantities.items()})
+    return outputs

@@ -111,6 +111,34 @@ def dense_values(
     return z, logprobs, -(log_p.exp() * log_p).sum(-1)
 
 
+def differentiate_head(
+    problem: HeadProblem, weight: torch.Tensor, shard: "VocabShard", *, chunk_tokens: int
+) -> HeadResult:
+    """The log-prob head on a rank's rows of the padded weight; the gradients of the hidden states and of these rows."""
+    # Imported late: a rank prepares its platform first.
+    from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
+
+    hidden, weight = problem.hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = vocab_parallel_logprobs(
+        hidden,
+        weight,
+        problem.labels,
+        shard=shard,
+        options=HeadOptions(
+            temperature=problem.temperature,
+            chunk_tokens=chunk_tokens,
+            entropy_needs_grad=problem.grad_entropy is not None,
+        ),
+    )
+    loss = (out.logprobs * problem.grad_logprobs).sum()
+    if problem.grad_entropy is not None:
+        loss = loss + (out.entropy * problem.grad_entropy).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    return HeadResult(
+        logprobs=out.logprobs.detach(), entropy=out.entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
+    )
+
+
 def pair_kl(
     hidden: torch.Tensor,
     other: torch.Tensor,

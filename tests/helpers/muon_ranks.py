@@ -17,9 +17,10 @@ import torch
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.backend import prepare_megatron
 from megarl.types import Row
-from megarl.types.messages import Part, Role
+from megarl.types.messages import Head, LoadRequest, Part, Role, RoleSpec
 from tests.helpers.checkpoint_ranks import load_train, open_worker, train, train_save_train
 from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
 
 # Asked before the stand-in has the package's name.
 IS_INSTALLED = importlib.util.find_spec("emerging_optimizers") is not None
@@ -129,3 +130,17 @@ def first_updates(
     train(worker, actor, rows, range(1))
     (chunk,) = worker._role(Role.ACTOR, Part.PARAMS).chunks
     return {name: value.detach() - before[name] for name, value in chunk.named_parameters()}
+
+
+def shapes_of_critic(context: RankContext, actor: ActorConfig, model: ModelConfig) -> list[set[tuple[int, ...]]]:
+    """The shapes of the parameters of a critic that each of its optimizers trains, Muon first."""
+    pretend_package()
+    worker = join_layout(context, actor.layout)
+    critic = RoleSpec(role=Role.CRITIC, model=model, settings=actor, head=Head.SCALAR)
+    worker.load(LoadRequest(roles=(critic,), seed=0))
+    optimizer = worker.roles[Role.CRITIC].optimizer
+    assert optimizer is not None
+    return [
+        {tuple(parameter.shape) for group in each.param_groups for parameter in group["params"]}
+        for each in optimizer.chained_optimizers
+    ]

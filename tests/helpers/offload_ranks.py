@@ -13,7 +13,7 @@ from megarl.host.device.groups import backends_of_groups
 from megarl.host.device.platform import platform
 from megarl.parallel.worker import RankWorker
 from megarl.types import Row
-from megarl.types.messages import LoadRequest, Part, Role, RoleSpec
+from megarl.types.messages import ForwardRequest, LoadRequest, Part, Role, RoleSpec
 from tests.helpers.checkpoint_ranks import train
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
@@ -146,3 +146,47 @@ def host_bytes(
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def use_while_offloaded(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], files: Sequence[str]
+) -> list[str]:
+    """The errors of a pass, a step and a store that miss a part each."""
+    worker, _ = open_trained(context, actor, model, rows, 1)
+    return [
+        _error_of(
+            worker,
+            Part.PARAMS,
+            lambda: worker.forward(rows[:1], [[0]], ForwardRequest(role=Role.ACTOR, temperature=1.0, step=1)),
+        ),
+        _error_of(worker, Part.OPTIMIZER, lambda: train(worker, actor, rows, range(1, 2))),
+        _error_of(worker, Part.GRADS, lambda: train(worker, actor, rows, range(1, 2))),
+        _error_of(worker, Part.PARAMS, lambda: worker.store_weights(files, with_checksums=False)),
+    ]
+
+
+def _error_of(worker: RankWorker, part: Part, use: object) -> str:
+    worker.offload(Role.ACTOR, [part])
+    try:
+        use()  # type: ignore[operator]
+    except AssertionError as error:
+        return str(error)
+    finally:
+        worker.onload(Role.ACTOR, [part])
+    return ""
+
+
+def offload_reference(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
+) -> tuple[dict[Part, int], bool]:
+    """Bytes released by the parts of a frozen role, and whether its log-probs are the same afterwards."""
+    worker, _ = open_trained(context, actor, model, rows, 0)
+
+    def logprobs() -> list[list[float]]:
+        result = worker.forward(rows[:1], [[0]], ForwardRequest(role=Role.REFERENCE, temperature=1.0, step=1))
+        return [] if result is None else [array.tolist() for of in result.quantities.values() for array in of.values()]
+
+    before = logprobs()
+    released = {part: worker.offload(Role.REFERENCE, [part]) for part in Part}
+    worker.onload(Role.REFERENCE, list(Part))
+    return released, before == logprobs()

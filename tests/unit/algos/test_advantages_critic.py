@@ -61,6 +61,14 @@ def test_gae_skips_tokens_outside_the_mask(
     assert not got.returns[outside].any()
 
 
+def test_gae_of_no_discount_is_reward_minus_value(make_scored: MakeScored) -> None:
+    batch = make_scored(["a"], [1.0], values=f64([[0.25, 0.5]]))
+    got = compute_advantages(batch, AdvantageConfig(estimator="gae", whiten=False))
+    assert got.advantages.tolist() == [[0.75, 0.5]]
+    assert got.returns is not None
+    assert got.returns.tolist() == [[1.0, 1.0]]
+
+
 def test_the_critic_as_reward_is_gae_with_its_last_value_for_reward(make_scored: MakeScored) -> None:
     values, mask = f64([[0.2, 0.4, 0.9], [0.5, 0.3, 7.0]]), torch.tensor([[True, True, True], [True, True, False]])
     by_value = compute_advantages(
@@ -73,6 +81,25 @@ def test_the_critic_as_reward_is_gae_with_its_last_value_for_reward(make_scored:
     torch.testing.assert_close(by_value.advantages, by_gae.advantages)
     torch.testing.assert_close(by_value.returns, by_gae.returns)
     assert by_value.metrics == pytest.approx(dict(by_gae.metrics))
+
+
+def test_whitening_has_mean_zero_and_unbiased_variance_one(make_scored: MakeScored) -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    batch = make_scored(["a", "b"], [1.0, 0.0], mask, values=f64([[0.5, 1.0, 9.0], [2.0, 9.0, 9.0]]))
+    got = compute_advantages(batch, AdvantageConfig(estimator="gae")).advantages
+    assert got[mask].mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert got[mask].var().item() == pytest.approx(1.0, abs=1e-7)
+    assert not got[~mask].any()
+
+
+def test_whitening_a_single_token_gives_zero(make_scored: MakeScored) -> None:
+    batch = make_scored(["a"], [1.0], torch.tensor([[True, False]]), values=f64([[0.25, 0.0]]))
+    assert compute_advantages(batch, AdvantageConfig(estimator="gae")).advantages.tolist() == [[0.0, 0.0]]
+
+
+def test_values_are_required(make_scored: MakeScored) -> None:
+    with pytest.raises(KeyError, match="values was not computed"):
+        compute_advantages(make_scored(["a"], [1.0]), AdvantageConfig(estimator="gae"))
 
 
 def test_value_metrics() -> None:
@@ -90,3 +117,9 @@ def test_value_metrics() -> None:
             "critic/vf_explained_var": 1 - 1 / (1 + 1e-5),
         }
     )
+
+
+def test_perfect_and_absent_values() -> None:
+    returns = f64([[1.0, 2.0]])
+    assert value_metrics(returns, returns, returns > 0)["critic/vf_explained_var"] == 1.0
+    assert value_metrics(returns, returns, returns < 0) == {}

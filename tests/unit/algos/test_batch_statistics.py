@@ -9,7 +9,10 @@ import torch
 from megarl.algos import build_algorithm
 from megarl.algos.batch_statistics import (
     LOG_WEIGHT,
+    effective_sample_size,
+    high_entropy,
     step_scale,
+    within_second_moment,
 )
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
 from megarl.types import Row
@@ -25,6 +28,37 @@ def row_of(log_weights: list[float]) -> Row:
         loss_mask=np.ones(len(log_weights), np.bool_),
         quantities={LOG_WEIGHT: np.array(log_weights, np.float32)},
     )
+
+
+def test_the_highest_entropies_are_above_an_interpolated_quantile() -> None:
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    entropy = torch.tensor([[0.0, 4.0, 2.0], [3.0, 1.0, 9.0]])
+    # The 0.8-quantile of 0, 1, 2, 3, 4 is 3.2; the 0.5-quantile is 2, which stays.
+    assert high_entropy(entropy, mask, 0.2).tolist() == [[False, True, False], [False, False, False]]
+    assert high_entropy(entropy, mask, 0.5).tolist() == [[False, True, True], [True, False, False]]
+    assert high_entropy(entropy, mask, 1.0).equal(mask)
+    assert not high_entropy(entropy, mask & False, 0.2).any()
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "kept"),
+    [
+        ([0.0, 0.0], [True, True]),
+        ([0.1, 0.5, -0.1, 0.3], [True, False, True, True]),  # means 0.01, 0.01, 0.037, 0.09
+        ([3.0, 1.0, -1.0], [False, True, False]),  # none is small enough; one stays
+        ([0.25, 0.25, -0.25, 0.0], [True, False, False, True]),  # means 0, 0.031, 0.042: the first of equal ones
+        ([], []),
+    ],
+)
+def test_the_fewest_of_the_largest_squares_go(log_ratios: list[float], kept: list[bool]) -> None:
+    assert within_second_moment(torch.tensor(log_ratios, dtype=torch.float64), 0.04).tolist() == kept
+
+
+@pytest.mark.parametrize("shift", [0.0, -15.0, 800.0])
+def test_the_effective_size_does_not_depend_on_the_scale_of_weights(shift: float) -> None:
+    assert effective_sample_size(torch.full((64,), shift)) == pytest.approx(64, rel=1e-9)
+    # (1 + ½)²/(1 + ¼).
+    assert effective_sample_size(torch.tensor([shift, shift - math.log(2)])) == pytest.approx(1.8, rel=1e-4)
 
 
 def test_the_step_shrinks_by_the_root_of_the_share_of_rows_that_count() -> None:

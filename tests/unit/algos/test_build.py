@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -5,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.algos import build_algorithm
+from megarl.algos import ComposedAlgorithm, build_algorithm
 from megarl.algos.build import algorithm_of
-from megarl.config import from_dict
+from megarl.config import from_dict, load_config
 from megarl.config.algo import (
     AdvantageConfig,
     AlgoConfig,
@@ -68,18 +69,83 @@ def test_estimators_that_do_not_regularise_are_refused_in_the_loss(estimator: st
     build_algorithm(AlgoConfig(kl=KLConfig(where="both", estimator=estimator)), max_response_tokens=8)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "mse", "k3", "low_var_kl", "k3_straight_through"])
+def test_estimators_that_are_accepted_in_the_loss(estimator: str) -> None:
+    build_algorithm(AlgoConfig(kl=KLConfig(where="loss", estimator=estimator)), max_response_tokens=8)
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(None, 64), (16, 16)])
+def test_horizon_defaults_to_the_longest_response(configured: int | None, expected: int) -> None:
+    cfg = AlgoConfig(aggregation="seq-mean-token-sum-norm", aggregation_horizon_tokens=configured)
+    algorithm = build_algorithm(cfg, max_response_tokens=64)
+    assert algorithm.denominators([])["loss"] == expected
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_build(path: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "run" / "test.yaml"
+    run_file.parent.mkdir()
+    run_file.write_text(f"use: {{algo: {path}}}\n", encoding="utf-8")
+    cfg = load_config(run_file).algo
+    assert cfg.name == path.stem
+    build_algorithm(cfg, max_response_tokens=8)
+
+
+def test_there_is_a_configuration_for_grpo() -> None:
+    assert (CONFIGS / "grpo.yaml").is_file()
+
+
+def test_survives_pickling() -> None:
+    algorithm = build_algorithm(AlgoConfig(), max_response_tokens=8)
+    assert isinstance(algorithm, ComposedAlgorithm)
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+
+
+def test_gmpo_needs_the_aggregation_of_rows_and_has_no_ratio_per_token() -> None:
+    loss = PolicyLossConfig(name="gmpo", clip_low=0.4, clip_high=0.4)
+    with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' with algo\.policy_loss\.name=gmpo"):
+        build_algorithm(AlgoConfig(policy_loss=loss), max_response_tokens=8)
+    # No warning: 0.4 bounds single tokens.
+    algorithm = build_algorithm(AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean"), max_response_tokens=8)
+    assert not algorithm.token_local
+
+
+def test_gspo_needs_its_aggregation() -> None:
+    loss = PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)
+    with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' .*; set algo\.aggregation=seq-mean"):
+        build_algorithm(AlgoConfig(policy_loss=loss), max_response_tokens=8)
+    build_algorithm(AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean"), max_response_tokens=8)
+    wide = AlgoConfig(policy_loss=PolicyLossConfig(name="gspo"), aggregation="seq-mean-token-mean")
+    with pytest.warns(UserWarning, match=r"clip_high=0\.2 hardly ever clips under gspo"):
+        build_algorithm(wide, max_response_tokens=8)
+
+
 # --- what must fit how the run samples
 
 
-def test_estimators_that_compare_need_a_group() -> None:
-    algo = AlgoConfig(advantage=AdvantageConfig(estimator="grpo"))
-    with pytest.raises(
-        ConfigError, match=r"^rollout\.num_samples: got 1, expected >= 2: the grpo estimator compares the"
-    ):
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_max"])
+def test_estimators_that_compare_need_a_group(estimator: str) -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
+    message = (
+        rf"^rollout.num_samples: got 1, expected >= 2: the {estimator} estimator compares the samples of one prompt; "
+        r"raise it or choose another algo.advantage.estimator$"
+    )
+    with pytest.raises(ConfigError, match=message):
         algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=2)))
-    alone = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
-    algorithm_of(Config(algo=alone, rollout=RolloutConfig(num_samples=1)))
+
+
+def test_sets_of_k_rows_must_be_smaller_than_the_group() -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="passk", k=4))
+    with pytest.raises(ConfigError, match=r"^rollout.num_samples: got 4, expected >= 5: the passk estimator compares"):
+        algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=4)))
+    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=5)))
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
+def test_baseline_estimators_take_single_samples(estimator: str) -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
+    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
 
 
 @pytest.mark.parametrize("rollout", [RolloutConfig(record=True), RolloutConfig(source="replay", replay_dir="records")])
@@ -127,7 +193,9 @@ def test_the_adaptive_coefficient_cannot_turn_negative() -> None:
     ("name", "critic", "key"),
     [
         ("grpo", {"freeze": True}, "critic.freeze: got True"),
+        ("cpo", {"optimizer": {"lr": 1e-3}}, "critic.optimizer.lr: got 0.001"),
         ("reinforce_max", {"layout": {"tp": 2}}, "critic.layout: got LayoutConfig"),
+        ("dapo", {"value_clip": None}, "critic.value_clip: got None"),
     ],
 )
 def test_settings_of_a_critic_need_one(name: str, critic: dict[str, Any], key: str) -> None:
@@ -139,13 +207,3 @@ def test_settings_of_a_critic_need_one(name: str, critic: dict[str, Any], key: s
     assert f"which nothing reads: {name} (algo.advantage.estimator={estimator}) has no critic" in str(caught.value)
     ppo = yaml.safe_load((CONFIGS / "ppo.yaml").read_text())
     algorithm_of(from_dict(Config, {"algo": ppo["algo"], "critic": critic}))
-
-
-def test_gspo_needs_its_aggregation() -> None:
-    loss = PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)
-    with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' .*; set algo\.aggregation=seq-mean"):
-        build_algorithm(AlgoConfig(policy_loss=loss), max_response_tokens=8)
-    build_algorithm(AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean"), max_response_tokens=8)
-    wide = AlgoConfig(policy_loss=PolicyLossConfig(name="gspo"), aggregation="seq-mean-token-mean")
-    with pytest.warns(UserWarning, match=r"clip_high=0\.2 hardly ever clips under gspo"):
-        build_algorithm(wide, max_response_tokens=8)

@@ -17,7 +17,8 @@ from megarl.config.algo import (
     KLConfig,
     PolicyLossConfig,
 )
-from megarl.types import Algorithm, AlgoState, ScoredBatch, TokenQuantity
+from megarl.errors import DataError
+from megarl.types import Algorithm, AlgoState, PolicyOutputs, RowBatch, ScoredBatch, TokenQuantity
 
 MakeScored = Callable[..., ScoredBatch]
 REWARD_KL = "actor/reward_kl_penalty"
@@ -60,6 +61,26 @@ def test_requires(where: Literal["none", "loss", "reward", "both"], quantities: 
 def test_a_ratio_to_the_engine_needs_no_old_logprobs_of_its_own(settings: dict[str, Any], needed: bool) -> None:
     algo = algorithm(**{"correction": CorrectionConfig(name="rollout_ratio"), **settings})
     assert (TokenQuantity.OLD_LOGPROBS in algo.requires()) is needed
+
+
+def test_a_ratio_to_the_engine_is_the_same_without_old_logprobs(
+    make_scored: MakeScored, make_batch: Callable[..., RowBatch]
+) -> None:
+    """r = e^{−1}/e^{−1.5} is above the clip at 1.2, and e^{−2}/e^{−1.9} is below 1: the loss is −1.2·1 + e^{−0.1}·1."""
+    rollout, current = f64([[-1.5], [-1.9]]), f64([[-1.0], [-2.0]])
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    algo = algorithm(
+        correction=CorrectionConfig(name="rollout_ratio"),
+        advantage=AdvantageConfig(norm_by_std=False),
+        policy_loss=PolicyLossConfig(clip_high=0.2),
+    )
+    for known in ({}, {"old_logprobs": f64([[-7.0], [-3.0]])}):
+        step = make_scored(["a", "a"], [2.0, 0.0], mask, rollout_logprobs=rollout, **known)
+        advantages = algo.advantages(step, AlgoState())
+        assert advantages.values.tolist() == [[1.0], [-1.0]]
+        rows = make_batch(mask, advantages=advantages.values, **advantages.quantities)
+        sums = algo.loss(rows, PolicyOutputs(logprobs=current, entropy=None), AlgoState())
+        assert float(sums.objective["loss"]) == pytest.approx(-1.2 + math.exp(-0.1))
 
 
 def test_entropy_needs_a_gradient_only_with_a_coefficient() -> None:
@@ -123,7 +144,49 @@ def test_kl_in_the_reward(make_scored: MakeScored, golden: Any) -> None:
     assert got.metrics["critic/rewards/mean"] == pytest.approx(sum(rewards) / 3)
 
 
+def test_reward_kl_coefficient_0_equals_no_kl(make_scored: MakeScored) -> None:
+    batch = reward_kl_batch(make_scored)
+    zero = algorithm(kl=KLConfig(where="reward", coef=0.0))
+    got = zero.advantages(batch, zero.initial_state()).values
+    assert torch.equal(got, algorithm().advantages(batch, AlgoState()).values)
+
+
+def test_kl_in_the_loss_reports_its_coefficient(make_scored: MakeScored) -> None:
+    algo = algorithm(kl=KLConfig(where="loss"))
+    metrics = algo.advantages(make_scored(["a", "a"], [1.0, 0.0]), AlgoState(kl_coef=0.3)).metrics
+    assert metrics["actor/kl_coef"] == 0.3
+
+
+def test_two_kl_penalties_have_two_coefficients(make_scored: MakeScored) -> None:
+    both = algorithm(kl=KLConfig(where="both", estimator="k1", coef=9.0, loss_estimator="k2", loss_coef=0.125))
+    reward = algorithm(kl=KLConfig(where="reward", estimator="k1"))
+    batch = reward_kl_batch(make_scored)
+    got, expected = (algo.advantages(batch, AlgoState(kl_coef=0.5)) for algo in (both, reward))
+    assert torch.equal(got.values, expected.values)
+    assert got.metrics == {**expected.metrics, "actor/kl_coef": 0.125}
+    assert got.metrics["actor/reward_kl_penalty_coeff"] == 0.5
+
+
+def test_advantages_of_nothing(make_scored: MakeScored) -> None:
+    batch = make_scored([], [], torch.zeros(0, 0, dtype=torch.bool))
+    got = algorithm().advantages(batch, AlgoState())
+    assert got.values.shape == (0, 0)
+    assert got.metrics == {"reward_source/rule_based": 1.0}
+
+
+def test_non_finite_kl_in_the_reward_is_refused(make_scored: MakeScored) -> None:
+    batch = reward_kl_batch(make_scored)
+    batch.quantities["old_logprobs"][1, 0] = math.nan
+    with pytest.raises(DataError, match=r"row 1 \(uid 'a'\)"):
+        algorithm(kl=KLConfig(where="reward")).advantages(batch, AlgoState(kl_coef=0.5))
+
+
 # --- after the step
+
+
+def test_without_kl_the_state_stays() -> None:
+    state = AlgoState(kl_coef=0.0)
+    assert algorithm().after_step(state, {}, 256) == state
 
 
 @pytest.mark.parametrize(("where", "metric"), [("loss", "actor/ref_kl"), ("reward", REWARD_KL), ("both", REWARD_KL)])
@@ -139,3 +202,8 @@ def test_adaptive_coefficient_follows_the_kl_metric(where: Literal["loss", "rewa
         # A KL in the rewards is known in every step, critic warm-up included.
         with pytest.raises(KeyError, match=metric):
             algo.after_step(state, {}, 256)
+
+
+def test_fixed_coefficient_stays() -> None:
+    algo = algorithm(kl=KLConfig(where="loss", coef=0.2))
+    assert algo.after_step(AlgoState(kl_coef=0.2), {"actor/ref_kl": 50.0}, 256) == AlgoState(kl_coef=0.2)

@@ -1,10 +1,13 @@
 """The loss of the composed algorithm: values, gradients and invariances."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algos import build_algorithm
@@ -18,7 +21,7 @@ from megarl.types import (
     Row,
     RowBatch,
 )
-from tests.helpers.objectives import Problem, run
+from tests.helpers.objectives import Problem, append_padding, run
 
 MakeBatch = Callable[..., RowBatch]
 MakeRows = Callable[[Tensor], list[Row]]
@@ -92,6 +95,21 @@ def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str) -> None:
     assert [got.metrics[name] for name in diagnostics] == [0.0, 0.0, 0.0]
 
 
+def test_old_logprobs_are_used_when_they_are_there() -> None:
+    # One row, ratios 2 and 1/2, A = 1: losses −1.2 (clipped) and −0.5.
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    problem = Problem(
+        mask=mask,
+        logprobs=f64([[math.log(2) - 1, -math.log(2) - 1]]),
+        entropy=torch.zeros(1, 2, dtype=torch.float64),
+        quantities={"advantages": f64([[1.0, 1.0]]), "old_logprobs": f64([[-1.0, -1.0]])},
+    )
+    got = run(algorithm(), problem)
+    assert got.loss == pytest.approx(-0.85)
+    assert got.metrics["actor/pg_clipfrac"] == 0.5
+    assert got.metrics["actor/ppo_kl"] == pytest.approx(0.0)
+
+
 def test_kl_and_entropy_in_the_loss() -> None:
     """Two tokens with Δ = 0.5 and −1: k2 is 0.125 and 0.5, mean 0.3125; entropies 1 and 3, mean 2."""
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -114,10 +132,78 @@ def test_kl_and_entropy_in_the_loss() -> None:
     torch.testing.assert_close(got.entropy_grad, f64([[-0.005, -0.005]]))
 
 
+def test_the_loss_has_its_own_kl_beside_that_of_the_reward() -> None:
+    """As above: k2 has the mean 0.3125. The state's coefficient is that of the reward."""
+    problem = Problem(
+        mask=torch.ones(1, 2, dtype=torch.bool),
+        logprobs=f64([[-1.0, -2.0]]),
+        entropy=f64([[1.0, 3.0]]),
+        quantities={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
+    )
+    algo = algorithm(kl=KLConfig(where="both", estimator="k1", loss_estimator="k2", loss_coef=0.25))
+    got = run(algo, problem, state=AlgoState(kl_coef=99.0))
+    assert got.loss == pytest.approx(-1 + 0.25 * 0.3125)
+    assert got.metrics["actor/ref_kl"] == pytest.approx(0.3125)
+
+
+def test_without_coefficients_only_the_policy_loss_is_reported() -> None:
+    got = run(algorithm(), random_problem(MASK, 0))
+    assert set(got.metrics) == {
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower",
+        "actor/ppo_kl",
+        "actor/entropy",
+    }
+    assert not got.entropy_grad.any()
+
+
+def test_kl_coefficient_0_equals_no_kl() -> None:
+    problem = random_problem(MASK, 1)
+    without = run(algorithm(), problem)
+    zero = run(algorithm(kl=KLConfig(where="loss", coef=0.0)), problem)
+    assert zero.loss == without.loss
+    assert torch.equal(zero.logprobs_grad, without.logprobs_grad)
+    assert zero.metrics["actor/kl_loss"] > 0
+
+
 COMPOSITIONS = [
     {"aggregation": name, "entropy_coef": 0.02, "kl": KLConfig(where="loss", estimator=kl, coef=0.3)}
     for name, kl in zip(AGGREGATIONS, ["k2", "k3", "k3_straight_through", "mse", "low_var_kl"], strict=True)
 ]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
+    cut=st.integers(0, 7),
+    seed=st.integers(0, 2**31),
+    cfg=st.sampled_from(COMPOSITIONS),
+    data=st.data(),
+)
+def test_split_order_and_padding_do_not_matter(
+    lengths: list[int],
+    cut: int,
+    seed: int,
+    cfg: dict[str, Any],
+    data: st.DataObject,
+) -> None:
+    mask = torch.arange(5)[None, :] < torch.tensor(lengths)[:, None]
+    problem, algo = random_problem(mask, seed), algorithm(**cfg)
+    whole = run(algo, problem)
+
+    split = run(algo, problem, micro_batches=[range(len(lengths))[:cut], range(len(lengths))[cut:]])
+    order = data.draw(st.permutations(range(len(lengths))))
+    shuffled = run(algo, problem.transformed(lambda x: x[order]))
+    padded = run(algo, problem.transformed(append_padding))
+
+    for other in (split, shuffled, padded):
+        assert other.loss == pytest.approx(whole.loss, abs=1e-12)
+        assert other.metrics == pytest.approx(whole.metrics, abs=1e-12)
+    for name in ("logprobs_grad", "entropy_grad"):
+        grad = getattr(whole, name)
+        torch.testing.assert_close(getattr(split, name), grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(getattr(shuffled, name), grad[order], rtol=0, atol=1e-12)
+        torch.testing.assert_close(getattr(padded, name), append_padding(grad), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (1, 3), (4, 2)])
@@ -127,6 +213,24 @@ def test_no_loss_tokens_gives_zero_loss_and_gradient(shape: tuple[int, int]) -> 
         got = run(algorithm(**cfg), problem)
         assert got.loss == 0.0
         assert not got.logprobs_grad.any()
+
+
+def test_inputs_are_not_mutated(make_batch: MakeBatch) -> None:
+    problem = random_problem(MASK, 2)
+    before = problem.transformed(Tensor.clone)
+    for cfg in COMPOSITIONS:
+        out = PolicyOutputs(logprobs=problem.logprobs, entropy=problem.entropy)
+        algorithm(**cfg).loss(make_batch(problem.mask, **problem.quantities), out, AlgoState(kl_coef=0.1))
+    for name in ("mask", "logprobs", "entropy"):
+        assert torch.equal(getattr(problem, name), getattr(before, name))
+    assert all(torch.equal(problem.quantities[name], before.quantities[name]) for name in problem.quantities)
+
+
+def test_nan_logprob_is_not_hidden() -> None:
+    problem = random_problem(MASK, 3)
+    problem.logprobs[0, 1] = math.nan
+    for cfg in COMPOSITIONS:
+        assert math.isnan(run(algorithm(**cfg), problem).loss)
 
 
 def test_missing_inputs_are_named(make_batch: MakeBatch) -> None:
@@ -141,3 +245,10 @@ def test_missing_inputs_are_named(make_batch: MakeBatch) -> None:
     cut = PolicyOutputs(logprobs=zeros[:, :2], entropy=None)
     with pytest.raises(ValueError, match=r"logprobs: got shape \(3, 2\), expected \(3, 3\)"):
         algorithm().loss(make_batch(MASK, advantages=zeros), cut, AlgoState())
+
+
+def test_kl_in_the_reward_leaves_the_loss_alone() -> None:
+    problem = random_problem(MASK, 4)
+    without = run(algorithm(), problem)
+    got = run(algorithm(kl=KLConfig(where="reward", coef=0.5)), problem)
+    assert (got.loss, got.metrics) == (without.loss, without.metrics)

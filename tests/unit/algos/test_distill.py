@@ -11,7 +11,7 @@ from megarl.config import Config, from_dict
 from megarl.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig, DistillConfig, KLConfig
 from megarl.errors import ConfigError
 from megarl.train.forward import with_advantages
-from megarl.types import PolicyOutputs, Reward, Row, row_batch, scored_batch
+from megarl.types import PolicyOutputs, Reward, Row, TokenQuantity, row_batch, scored_batch
 from tests.helpers.rows import random_rows
 
 ALONE = AdvantageConfig(estimator="none")
@@ -94,6 +94,13 @@ def test_stale_samples_are_corrected_and_those_of_a_ratio_to_the_engine_compared
         # Clipped at 1.2, and 1.105 is below.
         expected = np.where(row.loss_mask, -ratio * advantage / num_tokens, 0)
         np.testing.assert_allclose(found[i, : row.num_response_tokens].numpy(), expected, atol=1e-6)
+
+
+def test_a_teacher_is_asked_for_log_probs_of_samples_alone() -> None:
+    assert build_algorithm(SAMPLED, max_response_tokens=8).requires() == {TokenQuantity.TEACHER_LOGPROBS}
+    exact = AlgoConfig(advantage=ALONE, distill=DistillConfig(teacher="model", mode="exact"))
+    assert build_algorithm(exact, max_response_tokens=8).requires() == set()
+    assert build_algorithm(AlgoConfig(), max_response_tokens=8).requires() == set()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The entropy coefficient's controllers, the learned one against torch's optimizer."""
 
+import dataclasses
+import json
 import math
 from typing import Any
 
@@ -43,6 +45,20 @@ def test_learned_takes_the_steps_of_adamw() -> None:
     assert state.num_updates == 5
 
 
+def test_the_bound_holds_and_is_left_at_once() -> None:
+    # The first AdamW step moves the logarithm by lr.
+    cfg = config("learned", lr=0.1, target_nats=1.0, max_coef=0.0102)
+    state = next_entropy_state(EntropyState(coef=cfg.entropy_coef), 0.5, cfg)
+    assert state.coef == 0.0102
+    for _ in range(20):
+        state = next_entropy_state(state, 0.5, cfg)
+    assert state.coef == 0.0102
+    # Moments decay, and soon the coefficient falls.
+    for _ in range(20):
+        state = next_entropy_state(state, 3.0, cfg)
+    assert state.coef < 0.0102
+
+
 def test_proportional(golden: Any, check_golden: Any) -> None:
     case = golden("E.adaptive_temp")
     cfg = config("proportional", target_nats=case["params"]["target_entropy"])
@@ -54,6 +70,17 @@ def test_proportional(golden: Any, check_golden: Any) -> None:
     assert next_entropy_state(state, 0.0, cfg).coef == pytest.approx(0.01 / 1e-4)
     bounded = config("proportional", max_coef=0.015)
     assert next_entropy_state(state, 0.5, bounded).coef == 0.015
+
+
+def test_fixed_never_changes() -> None:
+    cfg = config("fixed", coef=0.3)
+    assert next_entropy_state(EntropyState(coef=cfg.entropy_coef), 7.0, cfg) == EntropyState(coef=0.3)
+
+
+def test_the_state_survives_json() -> None:
+    cfg = config("learned")
+    state = next_entropy_state(EntropyState(coef=cfg.entropy_coef), 1 / 3, cfg)
+    assert EntropyState(**json.loads(json.dumps(dataclasses.asdict(state)))) == state
 
 
 @pytest.mark.parametrize("controller", ["fixed", "learned", "proportional"])

@@ -5,11 +5,14 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megarl.algos.filters import check_filter, check_filter_ranges, group_metrics, kept_rows
+from megarl.algos.filters import check_filter, check_filter_ranges, filter_scores, group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError, DataError
+from megarl.types import Reward
 
 STRICT = FilterConfig(mean_score=(0.0, 1.0))
 
@@ -42,11 +45,27 @@ def test_uniform_groups_golden(golden: Any) -> None:
     assert got == case["expected"]
 
 
+def test_bounds_are_strict_and_zero_counts_as_a_score() -> None:
+    cfg = FilterConfig(mean_score=(0.25, 0.75))
+    # Means ¼, ½, ¾; with zeros taken for missing the first would be 1 and the second 2.
+    assert kept_groups([[1, 0, 0, 0], [0, 2, 0, 0], [1, 1, 1, 0]], cfg) == [False, True, False]
+
+
 def test_uniform_scores_judge_each_value_for_itself_within_a_tolerance() -> None:
     cfg = FilterConfig(uniform_scores=(0.1, 1.0))
     float32_tenth = 0.10000000149011612
     groups = [[float32_tenth] * 3, [0.1, 1.0], [0.5, 0.5], [0.1001, 0.1001]]
     assert kept_groups(groups, cfg) == [False, True, True, True]
+
+
+def test_both_filters_together() -> None:
+    cfg = FilterConfig(mean_score=(-1.0, 1.0), uniform_scores=(0.0,))
+    assert kept_groups([[0, 0], [0.5, 0], [1, 1]], cfg) == [False, True, False]
+
+
+def test_without_a_filter_everything_stays() -> None:
+    assert kept_groups([[0], [1, 1]], FilterConfig()) == [True, True]
+    assert kept_rows([], [], STRICT) == ()
 
 
 def test_demonstrations_count_only_if_asked_for() -> None:
@@ -87,16 +106,43 @@ def test_metrics_by_hand() -> None:
     assert set(group_metrics([], [], []).values()) == {0.0}
 
 
+@given(
+    rows=st.lists(st.tuples(st.sampled_from("abc"), st.integers(-4, 4), st.booleans()), min_size=1, max_size=12),
+    count=st.booleans(),
+    data=st.data(),
+)
+def test_permuting_rows_permutes_the_answer(
+    rows: list[tuple[str, int, bool]], count: bool, data: st.DataObject
+) -> None:
+    cfg = FilterConfig(uniform_scores=(0.0, 1.0), count_demonstrations=count)
+    order = data.draw(st.permutations(range(len(rows))))
+
+    def keep(given_rows: list[tuple[str, int, bool]]) -> tuple[bool, ...]:
+        uids, scores, marks = zip(*given_rows, strict=True)
+        return kept_rows([s / 4 for s in scores], uids, cfg, demonstrated=marks)
+
+    plain = keep(rows)
+    assert keep([rows[i] for i in order]) == tuple(plain[i] for i in order)
+    for uid, *_ in rows:
+        assert len({k for k, row in zip(plain, rows, strict=True) if row[0] == uid}) == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_scores_must_be_finite(bad: float) -> None:
     with pytest.raises(DataError, match=r"score of group 'a': got (nan|inf), expected a finite number"):
         kept_rows([0.0, bad], ["a", "a"], STRICT)
 
 
+def test_a_group_of_one_cannot_be_judged_by_its_mean() -> None:
+    with pytest.raises(DataError, match=r"group 'b': got 1 row, expected all samples of the prompt, at least 2"):
+        kept_rows([0.0, 1.0, 1.0], ["a", "a", "b"], STRICT)
+
+
 @pytest.mark.parametrize(
     ("cfg", "num_samples", "message"),
     [
         (STRICT, 1, r"algo\.filter: got rollout\.num_samples=1, expected at least 2"),
+        (FilterConfig(uniform_scores=(0.0,)), 1, r"raise rollout\.num_samples or take algo\.filter away"),
         (FilterConfig(max_refills=3), 8, r"algo\.filter\.max_refills: got 3 without a filter"),
     ],
 )
@@ -112,6 +158,12 @@ def test_bounds_that_keep_no_group(bounds: tuple[float, float]) -> None:
         check_values(FilterConfig(mean_score=bounds), ("algo.filter",), "algo.filter")
 
 
+def test_the_number_that_decides() -> None:
+    rewards = [Reward(score=-1.0, correct=False, own_score=0.0), Reward(score=0.5, correct=True)]
+    got = [filter_scores(rewards, FilterConfig(by=by)) for by in ("correct", "score", "reward")]  # type: ignore[arg-type]
+    assert got == [[0.0, 1.0], [0.0, 0.5], [-1.0, 0.5]]
+
+
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
@@ -125,6 +177,7 @@ def test_numbers_that_no_sample_has_are_refused(cfg: FilterConfig, message: str)
         check_filter_ranges(cfg, {"a": (-1.0, 1.0), "b": (0.0, 1.0)})
 
 
-def test_a_group_of_one_cannot_be_judged_by_its_mean() -> None:
-    with pytest.raises(DataError, match=r"group 'b': got 1 row, expected all samples of the prompt, at least 2"):
-        kept_rows([0.0, 1.0, 1.0], ["a", "a", "b"], STRICT)
+def test_accepted() -> None:
+    check_filter(FilterConfig(), num_samples=1)
+    check_filter(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), num_samples=2)
+    check_filter(FilterConfig(uniform_scores=(0.0, 1.0)), num_samples=8)

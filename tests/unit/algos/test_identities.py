@@ -5,15 +5,14 @@ Steps are random and in float64, so that a tolerance of 1e-11 is rounding alone.
 
 import copy
 import pickle
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,6 +69,23 @@ def agree(got: Outcome, expected: Outcome) -> None:
 
 def assert_same_algorithm(step: Step, got: AlgoConfig, expected: AlgoConfig) -> None:
     agree(outcome_of(algorithm(got), step), outcome_of(algorithm(expected), step))
+
+
+def test_steps_have_a_signal() -> None:
+    """Losses and gradients that are compared are not all 0, and tell algorithms apart."""
+    step = random_step([4, 4, 3], 0, demonstrations=True)
+    plain, shaped, corrected, luffy = (
+        outcome_of(algorithm(cfg), step)
+        for cfg in (
+            AlgoConfig(),
+            AlgoConfig(cpo=CpoConfig(method="tok_kl")),
+            AlgoConfig(correction=CorrectionConfig(name="tis")),
+            AlgoConfig(demonstrations=DemonstrationConfig(strategy="random"), off_policy=OffPolicyConfig(loss="luffy")),
+        )
+    )
+    for other in (shaped, corrected, luffy):
+        assert abs(plain.loss - other.loss) > 1e6 * ATOL
+        assert (plain.logprobs_grad - other.logprobs_grad).abs().max() > 1e6 * ATOL
 
 
 # --- A policy that teaches itself with a hint is CPO
@@ -144,6 +160,16 @@ def test_imitation_beside_rl_without_demonstrations_is_rl(step: Step, tokens: Li
     assert got.metrics["actor/imitation_loss"] == 0.0
 
 
+@given(group_sizes, seeds)
+def test_a_bound_that_no_probability_exceeds_drops_nothing(sizes: list[int], seed: int) -> None:
+    step = random_step(sizes, seed, demonstrations=True)
+    bounded, free = (
+        AlgoConfig(demonstrations=RANDOM, off_policy=OffPolicyConfig(loss="luffy", drop_above=bound))
+        for bound in (1.0, None)
+    )
+    assert_same_algorithm(step, bounded, free)
+
+
 # --- CPO that adds nothing is GRPO
 
 ALL_WEIGHTS_0 = {"pos_alpha": 0.0, "neg_alpha": 0.0, "mi_alpha": 0.0, "kl_alpha": 0.0, "mix": 0.0}
@@ -153,6 +179,18 @@ CPO = [
     if name != "none" and (name.endswith("_qwen3") or f"{name}_qwen3" not in CPO_METHODS or name == "naive")
     for formula_set in CPO_METHODS.get(name).formulas
 ]
+# Methods by what they add to correct rows whatever the hint says: pos_alpha × the token's uncertainty, or the row's.
+UNSURE_TOKENS = {
+    *(("mi2_qwen3", s) for s in ("ref", "fix")),
+    *(("mi3_qwen3", s) for s in ("ref", "fix")),
+    *(("reverse_mi3_qwen3", s) for s in ("ref", "fix")),
+    *(("addition_mi3_qwen3", s) for s in ("ref", "fix")),
+    ("negonly_mi3_qwen3", "ref"),
+    *(("negonly_mi_qwen3", s) for s in ("ref", "fix")),
+    *(("negonly_tok_kl_qwen3", s) for s in ("ref", "fix")),
+    *(("tok_kl_qwen3", s) for s in ("ref", "fix")),
+}
+UNSURE_ROWS = {("seq_kl_qwen3", "ref"), ("seq_kl_qwen3", "fix")}
 
 
 def cpo_config(choice: tuple[str, Any], **cfg: Any) -> AlgoConfig:
@@ -177,6 +215,51 @@ GRPO = AlgoConfig(entropy_coef=0.01)
 def test_cpo_with_all_weights_0_is_grpo(step: Step, choice: tuple[str, str], source: str) -> None:
     """Gains by difficulty, too, meet no advantage but 0: that of groups of one verdict."""
     assert_same_algorithm(step, cpo_config(choice, entropy_source=source, **ALL_WEIGHTS_0), GRPO)
+
+
+@given(steps_of_groups, st.sampled_from(CPO), st.sampled_from(["p_weighted", "pmi", "kl_is", "full_kl"]), st.booleans())
+def test_a_hint_that_changes_nothing_leaves_grpo_and_the_bonus_for_uncertainty(
+    step: Step, choice: tuple[str, str], estimator: str, shuffled: bool
+) -> None:
+    old = step.batch.quantities["old_logprobs"]
+    step = step.without("cpo_excluded").with_quantities(
+        hint_logprobs=old, shuffled_hint_logprobs=old, hint_kl=torch.zeros_like(old)
+    )
+    shuffled = shuffled and estimator != "full_kl"
+    cfg = cpo_config(choice, pos_alpha=0.7, mi_estimator=estimator, shuffled_baseline=shuffled)
+    got, plain = (problem_of(algorithm(c), step)[0].quantities["advantages"] for c in (cfg, GRPO))
+    near(got, plain + 0.7 * bonus(step, choice))
+
+
+def bonus(step: Step, choice: tuple[str, str]) -> Tensor:
+    """Min-max uncertainty of the tokens of correct rows, or their row's mean entropy; 0 elsewhere."""
+    batch, out = step.batch, torch.zeros_like(step.logprobs)
+    for i, (mask, entropy) in enumerate(zip(batch.loss_mask, batch.quantities["old_entropy"], strict=True)):
+        if not (batch.correct[i] and mask.any()):
+            continue
+        kept = entropy[mask]
+        if choice in UNSURE_TOKENS:
+            out[i, mask] = (kept - kept.min()) / (kept.max() - kept.min() + 1e-8)
+        elif choice in UNSURE_ROWS:
+            out[i, mask] = kept.mean()
+    return out
+
+
+@given(
+    steps,
+    st.sampled_from([c for c in CPO if formula(CpoConfig(method=c[0], formula_set=c[1])).reads >= {"entropy"}]),
+    st.sampled_from([CorrectionConfig(), CorrectionConfig(name="tis"), CorrectionConfig(name="rollout_ratio")]),
+)
+def test_entropies_of_forward_pass_and_update_agree_while_the_policy_is_the_old_one(
+    step: Step, choice: tuple[str, Any], correction: CorrectionConfig
+) -> None:
+    quantities = step.batch.quantities
+    step = replace(step, logprobs=quantities["old_logprobs"], entropy=quantities["old_entropy"])
+    of_forward, of_update = (
+        AlgoConfig(cpo=CpoConfig(method=choice[0], formula_set=choice[1], entropy_source=source), correction=correction)
+        for source in ("old", "current")
+    )
+    assert_same_algorithm(step, of_update, of_forward)
 
 
 # --- engines that agree need no correction
@@ -212,7 +295,57 @@ def test_equal_engines_need_no_correction(
     assert_same_algorithm(step, corrected, plain)
 
 
+@given(steps, st.sampled_from(["gspo", "gspo_token"]))
+def test_a_ratio_of_rows_to_equal_engines(step: Step, name: str) -> None:
+    loss = PolicyLossConfig(name=name, clip_low=3e-3, clip_high=4e-3)
+    step = step.with_quantities(rollout_logprobs=step.batch.quantities["old_logprobs"])
+    to_engine, plain = (
+        AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean", correction=CorrectionConfig(name=correction))
+        for correction in ("rollout_ratio", "none")
+    )
+    assert_same_algorithm(step, to_engine, plain)
+
+
 # --- GAE without a critic's knowledge is the return
+
+
+@given(steps, st.booleans())
+def test_gae_of_values_0_is_the_return(step: Step, with_kl: bool) -> None:
+    """γ = λ = 1. The loss −A·log π then has the gradient −return / number of tokens."""
+    step = step.with_quantities(values=torch.zeros_like(step.logprobs))
+    cfg = AlgoConfig(
+        advantage=AdvantageConfig(estimator="gae", whiten=False),
+        policy_loss=PolicyLossConfig(name="reinforce"),
+        kl=KLConfig(where="reward", estimator="k1", coef=0.3) if with_kl else KLConfig(),
+    )
+    returns = torch.zeros_like(step.logprobs)
+    batch, penalty = step.batch, 0.3 if with_kl else 0.0
+    for i, mask in enumerate(batch.loss_mask):
+        total = batch.rewards[i]
+        for t in reversed(mask.nonzero().flatten().tolist()):
+            total = total - penalty * (batch.quantities["old_logprobs"][i, t] - batch.quantities["ref_logprobs"][i, t])
+            returns[i, t] = total
+    problem, advantages = problem_of(algorithm(cfg), step)
+    near(problem.quantities["advantages"], returns)
+    near(advantages.quantities["returns"], returns)
+    got, num_tokens = outcome_of(algorithm(cfg), step), batch.loss_mask.sum().clamp(min=1)
+    near(got.logprobs_grad, -returns / num_tokens)
+    assert got.loss == pytest.approx(float(-(returns * step.logprobs).sum() / num_tokens), abs=ATOL)
+
+
+@given(steps)
+def test_the_critic_as_reward_is_gae_with_its_last_value_as_reward(step: Step) -> None:
+    """With γ = λ = 1 and the value of the last token in the reward's place, A = V_last − V."""
+    from_critic = AlgoConfig(
+        reward=RewardConfig(source="critic"), advantage=AdvantageConfig(estimator="critic_value", whiten=False)
+    )
+    rewards = torch.zeros_like(step.batch.rewards)
+    for i, mask in enumerate(step.batch.loss_mask):
+        if mask.any():
+            rewards[i] = step.batch.quantities["values"][i, mask][-1]
+    as_reward = replace(step, batch=replace(step.batch, rewards=rewards))
+    gae = AlgoConfig(advantage=AdvantageConfig(estimator="gae", whiten=False))
+    agree(outcome_of(algorithm(from_critic), step), outcome_of(algorithm(gae), as_reward))
 
 
 # --- what every composition keeps to
@@ -223,6 +356,15 @@ COMPOSED = {
         cpo=CpoConfig(method="seq_kl", entropy_source="current", exclude_answer=True),
         correction=CorrectionConfig(name="icepop", only_negative=True),
         entropy_coef=0.01,
+    ),
+    "cpo in the loss, by KL": AlgoConfig(
+        cpo=CpoConfig(method="negonly_mi3", entropy_source="current", mi_estimator="full_kl"),
+        kl=KLConfig(where="loss", coef=0.1),
+        aggregation="seq-mean-token-sum",
+    ),
+    "cpo in the loss, shuffled": AlgoConfig(
+        cpo=CpoConfig(method="mi", formula_set="ref", entropy_source="current", shuffled_baseline=True),
+        aggregation="seq-mean-token-sum-norm",
     ),
     "luffy with everything": AlgoConfig(
         demonstrations=RANDOM,
@@ -253,6 +395,11 @@ COMPOSED = {
         policy_loss=PolicyLossConfig(name="gspo_token", clip_low=3e-3, clip_high=4e-3),
         correction=CorrectionConfig(name="rollout_ratio", veto=9.0),
         aggregation="seq-mean-token-mean",
+    ),
+    "gae with KL in the reward": AlgoConfig(
+        reward=RewardConfig(overlong_buffer_tokens=4, truncated=0.5, clip=(-0.5, 0.9)),
+        advantage=AdvantageConfig(estimator="gae", gamma=0.9, lam=0.8, lam_critic=1.0),
+        kl=KLConfig(where="reward", coef=0.2),
     ),
     "greedy baseline with KL in reward and loss": AlgoConfig(
         advantage=AdvantageConfig(estimator="remax"),
@@ -287,45 +434,31 @@ def make_step(cfg: AlgoConfig, sizes: list[int], seed: int) -> Step:
 
 
 @every_algorithm
-@pytest.mark.parametrize("seeds", [(0,), pytest.param(range(1, 30), marks=pytest.mark.long)], ids=["one", "more"])
+@settings(max_examples=settings().max_examples // 3)  # of each of the algorithms
+@given(sizes=group_sizes, seed=seeds, data=st.data())
 def test_split_order_and_padding_do_not_matter(
-    config_of: Callable[[str], AlgoConfig], name: str, seeds: Sequence[int]
+    config_of: Callable[[str], AlgoConfig], name: str, sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
-    """And an optimizer step changes none of its inputs."""
     cfg = config_of(name)
-    algo = algorithm(cfg)
-    for seed in seeds:
-        draw = random.Random(f"{name}/{seed}")
-        sizes = [draw.randint(1, 4) for _ in range(draw.randint(2, 4))]
-        step, num_rows = make_step(cfg, sizes, seed), sum(sizes)
-        before = copy.deepcopy(step)
-        whole = outcome_of(algo, step)
+    algo, step, num_rows = algorithm(cfg), make_step(cfg, sizes, seed), sum(sizes)
+    whole = outcome_of(algo, step)
 
-        # Some of the four may be empty, as they are where data-parallel ranks outnumber rows.
-        where = [draw.randint(0, 3) for _ in range(num_rows)]
-        parts = [[i for i in range(num_rows) if where[i] == part] for part in range(4)]
-        assert_same(outcome_of(algo, step, parts), whole)
+    # Some of the four may be empty, as they are where data-parallel ranks outnumber rows.
+    where = data.draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows))
+    parts = [[i for i in range(num_rows) if where[i] == part] for part in range(4)]
+    assert_same(outcome_of(algo, step, parts), whole)
 
-        order = draw.sample(range(num_rows), num_rows)
-        if cfg.reward.mask.ratio or POLICY_LOSSES.get(cfg.policy_loss.name).chooses:
-            # Which rewards are hidden, and which tokens are drawn, depends on a row's place within its group.
-            order = keeping_order_within_groups(step, order)
-        shuffled = outcome_of(algo, step.rows(order))
-        back = [order.index(i) for i in range(num_rows)]
-        changed = {"logprobs_grad": shuffled.logprobs_grad[back], "entropy_grad": shuffled.entropy_grad[back]}
-        assert_same(replace(shuffled, **changed), whole)
+    order = data.draw(st.permutations(range(num_rows)))
+    if cfg.reward.mask.ratio or POLICY_LOSSES.get(cfg.policy_loss.name).chooses:
+        # Which rewards are hidden, and which tokens are drawn, depends on a row's place within its group.
+        order = keeping_order_within_groups(step, order)
+    shuffled = outcome_of(algo, step.rows(order))
+    back = [order.index(i) for i in range(num_rows)]
+    assert_same(in_order(shuffled, back), whole)
 
-        padded = outcome_of(algo, step.columns(append_padding))
-        assert not padded.logprobs_grad[:, MAX_RESPONSE_TOKENS:].any()
-        narrow = {each: getattr(padded, each)[:, :MAX_RESPONSE_TOKENS] for each in ("logprobs_grad", "entropy_grad")}
-        assert_same(replace(padded, **narrow), whole)
-
-        for field in ("rewards", "correct", "loss_mask", "truncated"):
-            assert torch.equal(getattr(step.batch, field), getattr(before.batch, field))
-        assert step.batch.quantities.keys() == before.batch.quantities.keys()
-        assert all(torch.equal(step.batch.quantities[each], value) for each, value in before.batch.quantities.items())
-        assert torch.equal(step.logprobs, before.logprobs)
-        assert torch.equal(step.entropy, before.entropy)
+    padded = outcome_of(algo, step.columns(append_padding))
+    assert not padded.logprobs_grad[:, MAX_RESPONSE_TOKENS:].any()
+    assert_same(cut(padded, MAX_RESPONSE_TOKENS), whole)
 
 
 def assert_same(got: Outcome, expected: Outcome) -> None:
@@ -339,18 +472,64 @@ def keeping_order_within_groups(step: Step, order: list[int]) -> list[int]:
     return [rows[step.batch.uids[i]].pop(0) for i in order]
 
 
+def in_order(outcome: Outcome, order: list[int]) -> Outcome:
+    return Outcome(
+        loss=outcome.loss,
+        metrics=outcome.metrics,
+        logprobs_grad=outcome.logprobs_grad[order],
+        entropy_grad=outcome.entropy_grad[order],
+    )
+
+
+def cut(outcome: Outcome, width: int) -> Outcome:
+    return Outcome(
+        loss=outcome.loss,
+        metrics=outcome.metrics,
+        logprobs_grad=outcome.logprobs_grad[:, :width],
+        entropy_grad=outcome.entropy_grad[:, :width],
+    )
+
+
 @every_algorithm
-def test_quantities_that_are_asked_for_are_enough(config_of: Callable[[str], AlgoConfig], name: str) -> None:
-    """Of the quantities of a pass, an algorithm reads those that it requires, in another process too: the same loss
-    follows from them alone."""
+def test_inputs_are_never_changed(config_of: Callable[[str], AlgoConfig], name: str) -> None:
     cfg = config_of(name)
-    assert name in COMPOSED or cfg.name == name
-    step, algo = make_step(cfg, [4, 3, 2], 7), algorithm(cfg)
+    algo, step = algorithm(cfg), make_step(cfg, [4, 3, 1], 5)
+    before = copy.deepcopy(step)
+    first, _ = problem_of(algo, step)
+    kept = copy.deepcopy(first)
+    outcome_of(algo, step)
+    for field in ("rewards", "correct", "loss_mask", "truncated"):
+        assert torch.equal(getattr(step.batch, field), getattr(before.batch, field))
+    assert step.batch.quantities.keys() == before.batch.quantities.keys()
+    for name, value in before.batch.quantities.items():
+        assert torch.equal(step.batch.quantities[name], value)
+    for name, value in kept.quantities.items():
+        assert torch.equal(first.quantities[name], value)
+    assert torch.equal(step.logprobs, before.logprobs)
+    assert torch.equal(step.entropy, before.entropy)
+
+
+@every_algorithm
+def test_a_copy_in_another_process_is_the_same_algorithm(config_of: Callable[[str], AlgoConfig], name: str) -> None:
+    cfg = config_of(name)
+    step, algo = make_step(cfg, [4, 3], 6), algorithm(cfg)
     copied = pickle.loads(pickle.dumps(algo))
     assert copied == algo
+    got, expected = outcome_of(copied, step), outcome_of(algo, step)
+    assert got.loss == expected.loss
+    assert got.metrics == expected.metrics
+
+
+@every_algorithm
+def test_quantities_that_are_asked_for_are_enough(config_of: Callable[[str], AlgoConfig], name: str) -> None:
+    """Of the quantities of a pass, an algorithm reads those that it requires, and the same loss follows from them
+    alone.
+    """
+    cfg = config_of(name)
+    step, algo = make_step(cfg, [4, 3, 2], 7), algorithm(cfg)
     free = {"rollout_logprobs", "cpo_excluded", DEMONSTRATION, "target_probs"}
     enough = step.without(*(step.batch.quantities.keys() - {str(s) for s in algo.requires()} - free))
     if "old_logprobs" not in enough.batch.quantities:
         # One optimizer step on a batch takes the current log-probs for the old ones.
         step = step.with_quantities(old_logprobs=step.logprobs)
-    assert_same(outcome_of(copied, enough), outcome_of(algo, step))
+    assert_same(outcome_of(algo, enough), outcome_of(algo, step))

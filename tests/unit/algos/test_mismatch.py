@@ -40,6 +40,35 @@ def test_merging_parts_gives_the_whole() -> None:
     assert merged.metrics() == pytest.approx(whole.metrics())
 
 
+def test_equal_logprobs_do_not_mismatch() -> None:
+    assert set(mismatch_sums(ROLLOUT, ROLLOUT.clone(), MASK).metrics().values()) == {0.0}
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0), (2, 3)])
+def test_nothing_to_compare(shape: tuple[int, int]) -> None:
+    ones = torch.ones(shape)
+    sums = mismatch_sums(ones, 2 * ones, torch.zeros(shape, dtype=torch.bool))
+    assert sums == MismatchSums()
+    assert set(sums.metrics().values()) == {0.0}
+
+
+def test_nan_is_not_hidden_in_either_order_of_merging() -> None:
+    bad = ROLLOUT.clone()
+    bad[0, 0] = math.nan
+    with_nan, clean = mismatch_sums(bad, ROLLOUT, MASK), mismatch_sums(ROLLOUT, ROLLOUT, MASK)
+    for merged in (with_nan.merged(clean), clean.merged(with_nan)):
+        metrics = merged.metrics()
+        assert all(math.isnan(metrics[f"mismatch/{n}"]) for n in ("abs_mean", "k1", "k3", "abs_max"))
+
+
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="expected one shape"):
         mismatch_sums(ROLLOUT, ROLLOUT[:, :2], MASK)
+
+
+def test_inputs_are_not_mutated() -> None:
+    rollout, trainer, mask = ROLLOUT.clone(), ROLLOUT - DELTA, MASK.clone()
+    mismatch_sums(rollout, trainer, mask)
+    assert torch.equal(rollout, ROLLOUT)
+    assert torch.equal(trainer, ROLLOUT - DELTA)
+    assert torch.equal(mask, MASK)

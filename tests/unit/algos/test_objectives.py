@@ -15,7 +15,7 @@ from megarl.config.algo import AlgoConfig
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.errors import ConfigError
 from megarl.run.session_inputs import weighted_rows
-from megarl.types import AlgoState, PolicyOutputs, Row, RowBatch
+from megarl.types import AlgoState, PolicyOutputs, Row, RowBatch, row_batch
 
 LOGPROBS = torch.tensor([[-1.0, -2.0, math.nan]], requires_grad=True)
 OUT = PolicyOutputs(logprobs=LOGPROBS, entropy=None)
@@ -77,6 +77,23 @@ def test_a_function_of_the_user() -> None:
     ):
         with pytest.raises(ValueError, match=rf"the loss has {got}, expected \(1, 3\), one for each token; return it"):
             OwnObjective(function=function).loss(batch(), OUT, AlgoState())
+
+
+def test_weights_and_empty_batches_of_a_function_of_the_user() -> None:
+    """A rank without rows has nothing to look up, or to reduce."""
+    own = OwnObjective(
+        function=lambda rows, out: out.logprobs.square() * rows.quantities["advantages"].amax(1)[:, None]
+    )
+    assert "correction" in own.reads
+    given = batch(advantages=[2.0, 1.0, 0.0], correction=[3.0, 0.5, math.nan])
+    # 2 · (3 · 1 + 0.5 · 4) / 2.
+    assert own.loss(given, OUT, AlgoState()).total(TOKENS).item() == 5.0
+    out = PolicyOutputs(logprobs=torch.zeros(0, 0, requires_grad=True), entropy=None)
+    for objective in (own, ImportanceSampling()):
+        total = objective.loss(row_batch([], device=torch.device("cpu")), out, AlgoState()).total(TOKENS)
+        assert total.item() == 0
+        assert torch.autograd.grad(total, out.logprobs)[0].shape == (0, 0)
+    assert row_batch([], device=torch.device("cpu")).quantities["advantages"].shape == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
 """LUFFY's loss: golden cases, the identity with GRPO, and what lies outside the masks."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algos.aggregation import AGGREGATIONS, RowCounts, global_denominator
 from megarl.algos.masked import masked_sum
 from megarl.algos.mixed_groups import kept_tokens
 from megarl.algos.off_policy import MixedLossTerms, count_mixed, imitation_masks, luffy_loss
-from megarl.algos.policy_losses import PolicyLossInputs
+from megarl.algos.policy_losses import PolicyLossInputs, ppo_clip
 from megarl.config.algo import OffPolicyConfig, PolicyLossConfig
 from megarl.types import Row
 
@@ -78,6 +81,17 @@ def test_golden(name: str, golden: Any, check_golden: Any) -> None:
     check_golden(on_loss, expected["on_pg_loss"], case)
 
 
+def test_the_layout_invariant_scale_of_remove_token_mean(golden: Any) -> None:
+    # Σ / (width · rows) over both rows is the mean of the two single rows' Σ / width.
+    case = golden("E.loss.remove_token_mean")
+    x, demonstration = inputs_of(case)
+    terms = luffy_loss(x, demonstration, config_of(case["params"]), NO_DUAL)
+    aggregation = AGGREGATIONS.get("dr_grpo")
+    denominator = global_denominator(aggregation, RowCounts(num_rows=2, num_tokens=7), horizon_tokens=4)
+    loss = aggregation.local_sum(terms.loss, x.loss_mask) / denominator
+    assert loss.item() == pytest.approx(case["expected"]["pg_loss"] / 2, abs=1e-9)
+
+
 def one_row(
     logprobs: list[float], old: list[float], advantages: list[float], demonstration: list[bool], **cfg: Any
 ) -> tuple[MixedLossTerms, Tensor]:
@@ -106,6 +120,14 @@ def test_target_probs_golden(golden: Any, check_golden: Any) -> None:
     check_golden(terms.demonstration["actor/off_ratio"][0], case["expected"], case)
 
 
+def test_unknown_target_probs_fall_back_to_the_reshape() -> None:
+    # P = 1/2: divided by 1/4 it is 2 (up to the 1e-6), reshaped by √ it is 0.707.
+    terms, _ = one_row(
+        [-math.log(2)] * 2, [0.0] * 2, [1.0] * 2, [True] * 2, reshape="square_root", target_probs_of_tokens=[0.25, -1.0]
+    )
+    assert terms.demonstration["actor/off_ratio"][0].tolist() == pytest.approx([2.0, math.sqrt(0.5)], rel=1e-5)
+
+
 def test_loss_gradient_and_clips_by_hand() -> None:
     # Demonstration tokens of P = 1/2, 1/8, 1/2 (A = 1, 1, −2), f = P within [1/4, 1]: the second is raised to 1/4 and
     # has no gradient. Then a policy token of ratio 2 (A = −1), with the upper clip at 100.
@@ -129,6 +151,118 @@ def test_loss_gradient_and_clips_by_hand() -> None:
     assert not any(v.requires_grad for v in (*terms.policy.values(), *terms.demonstration.values()))
 
 
+def test_remove_clip_also_removes_the_dual_clip() -> None:
+    x = PolicyLossInputs(
+        logprobs=torch.tensor([[0.0, -3.0]], dtype=torch.float64),
+        old_logprobs=torch.tensor([[-3.0, 0.0]], dtype=torch.float64),
+        advantages=torch.tensor([[-1.0, -1.0]], dtype=torch.float64),
+        loss_mask=torch.ones(1, 2, dtype=torch.bool),
+    )
+    terms = luffy_loss(x, torch.zeros(1, 2, dtype=torch.bool), OffPolicyConfig(remove_clip=True), PolicyLossConfig())
+    assert terms.loss[0].tolist() == pytest.approx([math.exp(3), math.exp(-3)])
+
+
+def test_correction_weighs_policy_tokens_only() -> None:
+    x = PolicyLossInputs(
+        logprobs=torch.zeros(1, 2, dtype=torch.float64),
+        old_logprobs=torch.zeros(1, 2, dtype=torch.float64),
+        advantages=torch.ones(1, 2, dtype=torch.float64),
+        loss_mask=torch.ones(1, 2, dtype=torch.bool),
+        correction=torch.full((1, 2), 0.5, dtype=torch.float64),
+    )
+    terms = luffy_loss(x, torch.tensor([[True, False]]), OffPolicyConfig(reshape="no_reshape"), NO_DUAL)
+    assert terms.loss[0].tolist() == [-1.0, -0.5]
+
+
+numbers = st.floats(-3, 0, allow_nan=False, width=32)
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 4))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[PolicyLossInputs, Tensor]:
+    b, t = draw(shapes)
+
+    def array(elements: Any) -> list[list[Any]]:
+        return [[draw(elements) for _ in range(t)] for _ in range(b)]
+
+    x = PolicyLossInputs(
+        logprobs=torch.tensor(array(numbers), dtype=torch.float64),
+        old_logprobs=torch.tensor(array(numbers), dtype=torch.float64),
+        advantages=torch.tensor(array(st.floats(-2, 2, width=32)), dtype=torch.float64),
+        loss_mask=torch.tensor(array(st.booleans())),
+    )
+    return x, torch.tensor(array(st.booleans()))
+
+
+def gradient(x: PolicyLossInputs, demonstration: Tensor, cfg: OffPolicyConfig) -> tuple[Tensor, Tensor]:
+    leaf = x.logprobs.clone().requires_grad_()
+    loss = masked_sum(luffy_loss(replace(x, logprobs=leaf), demonstration, cfg, PolicyLossConfig()).loss, x.loss_mask)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+@given(batches())
+def test_without_demonstrations_it_is_grpo(batch: tuple[PolicyLossInputs, Tensor]) -> None:
+    x, _ = batch
+    cfg = OffPolicyConfig(loss="luffy", clip_upper_bound=1.0)
+    loss, grad = gradient(x, torch.zeros_like(x.loss_mask), cfg)
+    leaf = x.logprobs.clone().requires_grad_()
+    expected = masked_sum(ppo_clip(replace(x, logprobs=leaf), PolicyLossConfig()).loss, x.loss_mask)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(grad, leaf.grad, rtol=0, atol=0)
+
+
+@given(batches(), st.sampled_from(["no_reshape", "p_logp", "pow", "p_div_p_0.1"]))
+def test_nothing_outside_the_masks_is_read(batch: tuple[PolicyLossInputs, Tensor], name: str) -> None:
+    x, demonstration = batch
+    cfg = OffPolicyConfig(reshape=name, on_policy_reshape=name)
+    loss, grad = gradient(x, demonstration, cfg)
+    outside = ~x.loss_mask
+    spoiled = replace(
+        x,
+        logprobs=x.logprobs.masked_fill(outside, math.nan),
+        advantages=x.advantages.masked_fill(outside, math.nan),
+        # Demonstration tokens have no old policy either.
+        old_logprobs=x.old_logprobs.masked_fill(outside | demonstration, math.nan),
+    )
+    loss_2, grad_2 = gradient(spoiled, demonstration, cfg)
+    torch.testing.assert_close(loss_2, loss, rtol=0, atol=0)
+    torch.testing.assert_close(grad_2, grad, rtol=0, atol=0)
+
+
+@given(batches(), st.randoms(use_true_random=False))
+def test_rows_may_be_permuted_and_padded(batch: tuple[PolicyLossInputs, Tensor], rng: Any) -> None:
+    x, demonstration = batch
+    cfg = OffPolicyConfig()
+    loss = luffy_loss(x, demonstration, cfg, NO_DUAL).loss
+    order = list(range(len(loss)))
+    rng.shuffle(order)
+
+    def moved(value: Tensor) -> Tensor:
+        return torch.nn.functional.pad(value[order], (0, 2))
+
+    fields = {n: moved(getattr(x, n)) for n in ("logprobs", "old_logprobs", "advantages", "loss_mask")}
+    got = luffy_loss(PolicyLossInputs(**fields), moved(demonstration), cfg, NO_DUAL).loss
+    mask = x.loss_mask[order]
+    torch.testing.assert_close(got[:, :-2][mask], loss[order][mask], rtol=0, atol=0)
+
+
+def test_nan_inside_the_mask_is_not_hidden() -> None:
+    terms, _ = one_row([math.nan, math.nan], [-1.0, -1.0], [1.0, 1.0], [True, False])
+    assert terms.loss.isnan().all()
+
+
+def test_float32_stays_float32() -> None:
+    ones = torch.ones(1, 2)
+    x = PolicyLossInputs(logprobs=-ones, old_logprobs=-ones, advantages=ones, loss_mask=ones.bool())
+    terms = luffy_loss(x, torch.tensor([[True, False]]), OffPolicyConfig(), NO_DUAL)
+    assert terms.loss.dtype is torch.float32
+    # −P / (P + 1/2) with P = 1/e, and −1.
+    assert terms.loss[0].tolist() == pytest.approx([-1 / (1 + 0.5 * math.e), -1.0], rel=1e-6)
+
+
 def test_imitation_golden(golden: Any, check_golden: Any) -> None:
     case = golden("E.sft")
     logprobs = torch.tensor([case["inputs"]["off_logp"]], dtype=torch.float64)
@@ -137,6 +271,16 @@ def test_imitation_golden(golden: Any, check_golden: Any) -> None:
     sft = mean(-logprobs, imitated)
     loss = case["inputs"]["pg_loss"] + case["params"]["sft_loss_coef"] * sft
     check_golden(loss, case["expected"], case)
+
+
+def test_imitation_splits_rows() -> None:
+    loss_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+    demonstration = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]]).bool()
+    masks = imitation_masks(loss_mask, demonstration, "demonstration")
+    # The mark in the second row lies outside the loss mask.
+    assert masks.policy.tolist() == [[False] * 4, [True, True, False, False]]
+    assert masks.imitated.tolist() == [[True, True, False, False], [False] * 4]
+    assert imitation_masks(loss_mask, demonstration, "row").imitated.tolist()[0] == [True, True, True, False]
 
 
 def row(loss_mask: list[bool], demonstration: list[float] | None) -> Row:
@@ -155,6 +299,7 @@ def row(loss_mask: list[bool], demonstration: list[float] | None) -> Row:
     ("cfg", "seen", "num_imitated"),
     [
         (OffPolicyConfig(loss="luffy"), RowCounts(num_rows=3, num_tokens=7), 0),
+        (OffPolicyConfig(loss="sft"), RowCounts(num_rows=2, num_tokens=4), 2),
         (OffPolicyConfig(loss="sft", sft_tokens="row"), RowCounts(num_rows=2, num_tokens=4), 3),
     ],
 )

@@ -120,7 +120,7 @@ OF_ROWS: dict[str, tuple[Method, Method]] = {
     ),
 }
 numbers_of_cases = pytest.mark.parametrize(
-    ("seed", "count"), [(0, len(KINDS)), pytest.param(1, 2000, marks=pytest.mark.long)]
+    ("seed", "count"), [(0, 2 * len(KINDS)), pytest.param(1, 2000, marks=pytest.mark.long)]
 )
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos import build_algorithm
+from megarl.algos import build_algorithm, cpo
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.corrections import CORRECTIONS
+from megarl.algos.cpo.methods import CPO_METHODS
 from megarl.algos.kl import KL_ESTIMATORS
 from megarl.algos.masked import masked_sum
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, policy_loss
@@ -32,7 +33,7 @@ from megarl.config.algo import (
     PolicyLossConfig,
 )
 from megarl.config.schema import TrainPreferenceConfig
-from megarl.types import AlgoState, PolicyOutputs, RowBatch, ValueOutputs
+from megarl.types import AlgoState, PolicyOutputs, RowBatch, TokenQuantity, ValueOutputs
 from tests.helpers.steps import MAX_RESPONSE_TOKENS, VOCAB_SIZE, outcome_of, random_step
 
 # 1e200 overflows in float64 as 1e30 does in float32.
@@ -65,7 +66,8 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
         yield f"aggregation={name}", AlgoConfig(aggregation=name, entropy_coef=0.1)
     for name in LOSS_ESTIMATORS:
         yield f"kl in the loss={name}", AlgoConfig(kl=KLConfig(where="loss", estimator=name, coef=0.1))
-    yield "kl in the reward", AlgoConfig(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
+    for name in KL_ESTIMATORS:
+        yield f"kl in the reward={name}", AlgoConfig(kl=KLConfig(where="reward", estimator=name, coef=0.1))
     for name in CORRECTIONS:
         yield f"correction={name}", AlgoConfig(correction=CorrectionConfig(name=name))
     for name in ADVANTAGE_ESTIMATORS:
@@ -76,9 +78,11 @@ def configs() -> Iterator[tuple[str, AlgoConfig]]:
             yield f"estimator={name}", AlgoConfig(advantage=cfg)
     taught = DistillConfig(teacher="model")
     yield "distill=sampled", AlgoConfig(advantage=AdvantageConfig(estimator="none"), distill=taught)
-    # cpo/test_properties.py has every method.
-    yield "cpo", AlgoConfig(cpo=CpoConfig(method="mi3"))
-    yield "cpo in the loss", AlgoConfig(cpo=CpoConfig(method="mi3", entropy_source="current"))
+    for name in CPO_METHODS:
+        cfg = CpoConfig(method=name)
+        yield f"cpo={name}", AlgoConfig(cpo=cfg)
+        if cpo.required_quantities(cfg) & {TokenQuantity.OLD_ENTROPY}:
+            yield f"cpo={name} in the loss", AlgoConfig(cpo=replace(cfg, entropy_source="current"))
     for name in DEMONSTRATION_RESHAPES:
         reshape = "p_div_p_0.1" if name == "p_div_p" else name
         yield (

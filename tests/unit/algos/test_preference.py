@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megarl.algos.preference import PREFERENCE_LOSSES, BradleyTerry, PreferenceObjective, preference_objective
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.errors import ConfigError
-from megarl.types import AlgoState, LossSums, PolicyOutputs, RowBatch, ValueOutputs
+from megarl.types import AlgoState, LossSums, PolicyOutputs, RowBatch, ValueOutputs, row_batch, row_read_at_end
 from tests.helpers.rows import random_rows
 
 
@@ -42,10 +42,36 @@ def test_the_likelihood_of_two_preferences() -> None:
     }
 
 
+def test_equal_scores_prefer_nothing() -> None:
+    sums = BradleyTerry().loss(batch(0.0), ValueOutputs(values=torch.zeros(2, 1)), AlgoState())
+    assert sums.metrics["pairs"]["reward_model/accuracy"].item() == 0
+
+
+def test_large_differences_stay_finite() -> None:
+    values = torch.tensor([[-500.0], [500.0]])
+    assert BradleyTerry().loss(batch(0.0), ValueOutputs(values=values), AlgoState()).objective["pairs"].item() == 1000
+
+
 def test_a_mean_over_pairs() -> None:
     rows = random_rows([(2, 1)] * 6, holes=False)
     assert BradleyTerry().denominators(rows) == {"pairs": 3.0}
     assert BradleyTerry().denominators([]) == {"pairs": 1.0}
+
+
+def test_a_micro_batch_without_pairs_adds_nothing() -> None:
+    rows = row_batch([], device=torch.device("cpu"))
+    values = torch.zeros(0, 0, requires_grad=True)
+    sums = BradleyTerry().loss(rows, ValueOutputs(values=values), AlgoState())
+    sums.objective["pairs"].backward()
+    assert sums.objective["pairs"].item() == 0
+    assert all(part.item() == 0 for part in sums.metrics["pairs"].values())
+
+
+def test_a_row_that_is_read_at_its_end() -> None:
+    row = row_read_at_end("a", 1, torch.tensor([5, 6, 7]).numpy(), margin=0.5)
+    # The value of the fourth token is said from the third, the last of the sequence.
+    assert (row.num_prompt_tokens, row.token_ids[:3].tolist(), row.num_response_tokens) == (3, [5, 6, 7], 1)
+    assert (row.loss_mask.tolist(), row.quantities["margin"].tolist()) == ([True], [0.5])
 
 
 # --- policies
@@ -106,6 +132,15 @@ def test_losses_and_rewards_by_hand(name: str) -> None:
     assert got == pytest.approx(expected | ({"kl": 0.4} if name == "kto" else {}))
 
 
+def test_dpos_gradient_by_hand() -> None:
+    # d/dlp of −log σ(β·(Δ_c − Δ_r)) = −β·(1 − σ(1.5)) in each chosen token, the opposite in the rejected one.
+    logprobs = LOGPROBS.clone().requires_grad_()
+    policy_loss("dpo", logprobs, REF, MASK, beta=0.5).objective["pairs"].backward()
+    slope = 0.5 * (1 - sigmoid(1.5))
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [pytest.approx([-slope, -slope]), pytest.approx([slope, 0.0])]
+
+
 def reference_loss(name: str, c: torch.Tensor, rc: torch.Tensor, r: torch.Tensor, rr: torch.Tensor) -> torch.Tensor:
     """The loss of one pair from its [R] log-probs, β = 0.3 and KL 0.7, in the steps in which TRL's trainers have it."""
     beta, kl = 0.3, 0.7
@@ -147,6 +182,36 @@ def test_an_independent_reference_has_the_same_losses_and_gradients(
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_micro_batches_add_up_to_the_batch(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, ref = (-torch.rand(6, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(6, 4, generator=generator) < 0.8
+    mask[:, 0] = True
+    whole = policy_loss(name, logprobs, ref, mask).objective["pairs"]
+    split = [policy_loss(name, logprobs[i], ref[i], mask[i]).objective["pairs"] for i in ([0, 3], [1, 2, 4, 5])]
+    assert sum(part.item() for part in split) == pytest.approx(whole.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_micro_batch_without_pairs_adds_nothing_to_a_policys_loss(name: str) -> None:
+    logprobs = torch.zeros(0, 0, requires_grad=True)
+    rows = row_batch([], device=torch.device("cpu"))
+    sums = objective(name).loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
+    sums.objective["pairs"].backward()
+    assert sums.objective["pairs"].item() == 0
+    assert all(part.item() == 0 for part in sums.metrics["pairs"].values())
+
+
+def test_a_certain_response_has_a_finite_loss() -> None:
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    loss = policy_loss("orpo", logprobs, torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)).objective["pairs"]
+    loss.backward()
+    assert logprobs.grad is not None
+    assert loss.isfinite()
+    assert logprobs.grad.isfinite().all()
 
 
 def test_small_differences_of_long_responses_survive_float32() -> None:

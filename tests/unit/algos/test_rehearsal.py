@@ -17,6 +17,7 @@ from megarl.algos.shaping import ADVANTAGE_SHAPERS, AdvantageShaper
 from megarl.config.load import with_overrides
 from megarl.config.schema import Config
 from megarl.registry import FunctionRegistry
+from megarl.types import Advantages
 
 # Its default estimator needs no critic, and each of its groups has four rows of six tokens.
 CONFIG = with_overrides(Config(), ["rollout.num_samples=4"])
@@ -34,14 +35,17 @@ def std(batch: Any, cfg: Any) -> torch.Tensor:
 
 MISTAKES = {
     "summed": (POLICY_LOSSES, loss(lambda x: -(x.advantages * x.log_ratio).sum(-1)), r"has shape \(8,\), expected \(8"),
+    "one number": (POLICY_LOSSES, loss(lambda x: x.log_ratio.mean()), r"has shape \(\), expected \(8, 6\)"),
     "no terms": (POLICY_LOSSES, PolicyLoss(lambda x, cfg: x.log_ratio), "type Tensor, expected PolicyLossTerms"),
     "NaN": (POLICY_LOSSES, loss(lambda x: (x.log_ratio - 9).sqrt()), "the loss is nan at"),
+    # Only where the policy has not changed: d sqrt|x| / dx at 0.
     "infinite gradient": (POLICY_LOSSES, loss(lambda x: x.log_ratio.abs().sqrt()), "the gradient of the loss is"),
     "detached": (POLICY_LOSSES, loss(lambda x: -x.advantages * x.log_ratio.detach()), "the loss has no gradient"),
     "constant": (POLICY_LOSSES, loss(lambda x: 0 * x.logprobs), "gradient of the loss is 0 everywhere"),
     "in place": (POLICY_LOSSES, loss(lambda x: x.advantages.neg_() * x.log_ratio), "input advantages in place"),
     "estimate of fewer": (ADVANTAGE_ESTIMATORS, Estimator(lambda batch, cfg: batch.rewards[1:]), r"\(7,\), expected"),
     "group of equals": (ADVANTAGE_ESTIMATORS, Estimator(std), "where all rewards of a group are equal"),
+    "no estimate": (ADVANTAGE_ESTIMATORS, Estimator(lambda batch, cfg: None), "type NoneType, expected Estimate"),
     "outside the mask": (
         ADVANTAGE_ESTIMATORS,
         Estimator(lambda batch, cfg: Estimate(advantages=torch.ones(batch.loss_mask.shape))),
@@ -57,6 +61,7 @@ MISTAKES = {
     "no answer": (GROUP_FILTERS, GroupFilter(lambda group, cfg: None), "returned None, expected True"),
     "sorted": (GROUP_FILTERS, GroupFilter(lambda group, cfg: bool(group.scores.sort()) or True), "changes the scores"),
     "values alone": (ADVANTAGE_SHAPERS, AdvantageShaper(lambda values, x: values), "Tensor, expected Advantages"),
+    "shorter": (ADVANTAGE_SHAPERS, AdvantageShaper(lambda v, x: Advantages(values=v[:, 1:])), r"\(8, 5\), expected"),
     "mean of pairs": (
         PREFERENCE_LOSSES,
         PreferenceLoss(lambda pairs, cfg: PairLosses(losses=pairs.log_ratios.mean(), rewards=pairs.log_ratios)),

@@ -106,6 +106,19 @@ def test_critic_rewards_golden(estimator: str, golden: Any, check_golden: Any, m
     assert got.metrics["critic/rewards/mean"] == pytest.approx(0.3)
 
 
+def test_returns_are_not_those_of_the_whitened_advantages(
+    golden: Any, check_golden: Any, make_scored: MakeScored
+) -> None:
+    """The literal reading of the source (returns = whitened A + V) would train the critic on a rescaled target."""
+    case = golden("B.critic.returns_literal")
+    batch = scored(case, make_scored)
+    got = reward_advantages(batch, RewardConfig(source="critic"), AdvantageConfig(estimator="critic_value"))
+    assert got.returns is not None
+    values = batch.quantities["values"].masked_fill(~batch.loss_mask, 0.0)
+    check_golden(got.advantages + values, case["expected"]["returns"], case)
+    assert (got.returns - torch.tensor(case["expected"]["returns"], dtype=torch.float64)).abs().max() > 0.5
+
+
 def test_the_mask_hides_the_kl_penalty_too(make_scored: MakeScored) -> None:
     penalty = torch.full((2, 2), 0.25, dtype=torch.float64)
     zeros = torch.zeros(2, 2, dtype=torch.float64)
@@ -118,10 +131,37 @@ def test_the_mask_hides_the_kl_penalty_too(make_scored: MakeScored) -> None:
     assert batch.quantities["kl_penalty"].tolist() == penalty.tolist()
 
 
+def test_hidden_rows_of_a_group_count_as_failures(make_scored: MakeScored) -> None:
+    # Rewards 1, 0 (hidden), 0: mean 1/3; the hidden row's advantage changes sign.
+    batch = make_scored(["a", "a", "a"], [1.0, 1.0, 0.0])
+    cfg = AdvantageConfig(estimator="dr_grpo")
+    got = reward_advantages(batch, RewardConfig(), cfg, keep=torch.tensor([True, False, True]))
+    assert got.advantages[:, 0].tolist() == pytest.approx([2 / 3, 1 / 3, -1 / 3])
+
+
+def test_the_mask_is_drawn_from_the_seed_of_the_batch(make_scored: MakeScored) -> None:
+    uids = [f"q{i}" for i in range(40)]
+    batch = replace(make_scored(uids, [1.0] * 40), seed=7)
+    mask = RewardMaskConfig(ratio=0.5)
+    got = reward_advantages(batch, RewardConfig(mask=mask), AdvantageConfig(estimator="dr_grpo"))
+    expected = reward_advantages(
+        batch, RewardConfig(mask=mask), AdvantageConfig(estimator="dr_grpo"), keep=keep_rows(uids, mask, seed=7)
+    )
+    assert torch.equal(got.advantages, expected.advantages)
+    assert 5 < got.metrics["reward_mask/num_masked"] < 35
+
+
 def test_fixed_count_golden(golden: Any) -> None:
     case = golden("B.fixed_ratio_count")
     for n, ratio, expected in zip(case["inputs"]["batch"], case["inputs"]["ratio"], case["expected"], strict=True):
         keep = keep_rows([f"q{i}" for i in range(n)], RewardMaskConfig(ratio=ratio, kind="fixed"), seed=3)
+        assert int((~keep).sum()) == expected
+
+
+def test_fixed_count_is_that_of_the_decimal_ratio() -> None:
+    assert 100 * 0.29 < 29
+    for num_rows, ratio, expected in ((100, 0.29, 29), (30, 0.1, 3)):
+        keep = keep_rows(["q"] * num_rows, RewardMaskConfig(ratio=ratio, kind="fixed"), seed=3)
         assert int((~keep).sum()) == expected
 
 
@@ -142,6 +182,17 @@ def test_hidden_rows_do_not_depend_on_the_order_of_groups(
     assert torch.equal(keep_rows([uids[i] for i in order], cfg, seed=seed), keep[order])
     if ratio == 1.0:
         assert not keep.any()
+
+
+def test_hidden_rows_depend_on_seed_uid_and_place() -> None:
+    cfg = RewardMaskConfig(ratio=0.25)
+    first, second = (keep_rows(["a"] * 4000, cfg, seed=seed) for seed in (1, 2))
+    other_uid = keep_rows(["b"] * 4000, cfg, seed=1)
+    # 1000 ± 5 standard deviations of 27 hidden; two independent choices differ in 2·¼·¾ of the rows.
+    for keep in (first, second, other_uid):
+        assert abs(int((~keep).sum()) - 1000) < 140
+    for other in (second, other_uid):
+        assert abs(int((first != other).sum()) - 1500) < 160
 
 
 def test_overlong_golden(golden: Any, check_golden: Any) -> None:
@@ -174,3 +225,36 @@ def test_shaping_in_order(make_scored: MakeScored) -> None:
         }
     )
     assert batch.rewards.tolist() == [2.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(("coef", "expected"), [(0.0, 0.0), (0.5, 1.0), (-0.5, -0.5)])
+def test_truncated_responses(make_scored: MakeScored, coef: float, expected: float) -> None:
+    batch = replace(make_scored(["a", "a"], [2.0, 2.0]), truncated=torch.tensor([True, False]))
+    got = shape_rewards(batch, RewardConfig(truncated=coef), max_response_tokens=9)
+    assert got.rewards.tolist() == [expected, 2.0]
+
+
+def test_nothing_to_shape(make_scored: MakeScored) -> None:
+    batch = make_scored(["a", "a"], [2.0, 1.0])
+    got = shape_rewards(batch, RewardConfig(truncated=-1.0), max_response_tokens=9)
+    assert torch.equal(got.rewards, batch.rewards)
+    assert got.rewards.dtype == torch.float64
+    float32 = shape_rewards(
+        replace(batch, rewards=batch.rewards.float()), RewardConfig(overlong_buffer_tokens=3), max_response_tokens=9
+    )
+    assert float32.rewards.dtype == torch.float32
+    empty = make_scored([], [], torch.zeros(0, 0, dtype=torch.bool))
+    assert shape_rewards(empty, RewardConfig(overlong_buffer_tokens=1), max_response_tokens=9).rewards.shape == (0,)
+
+
+@pytest.mark.parametrize(("demonstrated", "mean"), [([1.0, 0.0, 0.0], 0.25), ([1.0, 1.0, 1.0], 0.5)])
+def test_the_score_of_the_policy_leaves_demonstrations_out(
+    demonstrated: list[float], mean: float, make_scored: MakeScored
+) -> None:
+    """Unless there is nothing else: (0.5 + 0) / 2 of the others, (1 + 0.5 + 0) / 3 of all."""
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    demonstration = torch.tensor([[each, 0.0] for each in demonstrated])
+    batch = make_scored(["q"] * 3, [1.0, 0.5, 0.0], mask, demonstration=demonstration)
+    shaped = shape_rewards(batch, RewardConfig(), max_response_tokens=8)
+    assert shaped.metrics["critic/rule_score/mean"] == mean
+    assert shaped.rewards.tolist() == [1.0, 0.5, 0.0]

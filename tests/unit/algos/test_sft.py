@@ -38,3 +38,10 @@ def test_needs_no_quantities_and_keeps_its_state() -> None:
 def test_has_no_advantages(make_scored: Callable[..., ScoredBatch]) -> None:
     with pytest.raises(TypeError, match="no advantages"):
         SftAlgorithm().advantages(make_scored(["a"], [1.0]), AlgoState())
+
+
+def test_no_loss_tokens(make_rows: Callable[[torch.Tensor], list[Row]], make_batch: Callable[..., RowBatch]) -> None:
+    mask = torch.zeros_like(MASK)
+    out = PolicyOutputs(logprobs=torch.zeros(MASK.shape), entropy=None)
+    assert SftAlgorithm().loss(make_batch(mask), out, AlgoState()).objective["tokens"].item() == 0.0
+    assert SftAlgorithm().denominators(make_rows(mask))["tokens"] == 1.0

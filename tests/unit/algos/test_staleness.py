@@ -34,6 +34,18 @@ def test_shares_drift_and_rows_across_versions() -> None:
     )
 
 
+def test_the_gap_is_not_split_without_tokens_of_both_kinds_and_keeps_nan() -> None:
+    zeros, every = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    for lag in (zeros, zeros + 1):
+        found = drift_metrics(lag, every, rollout_logprobs=zeros, old_logprobs=zeros + 1)
+        assert not [name for name in found if "gap" in name]
+    # Where the engine differs more on fresh tokens than on stale ones, nothing is left for updates.
+    lag, old = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.5]])
+    assert drift_metrics(lag, every, rollout_logprobs=zeros, old_logprobs=old)["staleness/gap_staleness"] == 0
+    spoiled = drift_metrics(lag, every, rollout_logprobs=zeros, old_logprobs=old * math.nan)
+    assert math.isnan(spoiled["staleness/gap_staleness"])
+
+
 @pytest.mark.parametrize("shape", [(0, 0), (2, 3)])
 def test_without_sampled_tokens_there_is_nothing_to_measure(shape: tuple[int, int]) -> None:
     zeros = torch.zeros(shape)

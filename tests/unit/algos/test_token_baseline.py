@@ -7,6 +7,7 @@ import torch
 
 from megarl.algos import build_algorithm
 from megarl.algos.advantages import compute_advantages
+from megarl.algos.advantages.token_baseline import token_baseline
 from megarl.config.algo import AdvantageConfig, AlgoConfig, CpoConfig
 from megarl.errors import ConfigError
 from megarl.types import ScoredBatch
@@ -56,6 +57,13 @@ def test_tokens_count_by_their_truncated_ratios() -> None:
     data = batch(rollout_logprobs=(old - log_ratios).tolist())
     third = (1.5 * 4 + 1.75 * 9) / (1.5 * 4 + 1.75 * 9 + 4.75)
     assert advantages(data, weight_cap=3.0)[1][2] == pytest.approx(-third)
+
+
+def test_nothing_to_compare() -> None:
+    nothing = torch.zeros(0, 3, dtype=torch.float64)
+    assert token_baseline(nothing, nothing, nothing.bool(), []).shape == (0, 3)
+    empty = torch.zeros(2, 0, dtype=torch.float64)
+    assert token_baseline(empty, empty, empty.bool(), ["a", "a"]).shape == (2, 0)
 
 
 def test_it_asks_for_what_it_reads_and_refuses_passes_that_lack_it() -> None:

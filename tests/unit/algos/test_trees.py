@@ -10,7 +10,7 @@ import torch
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.token_rewards import TURN_REWARDS
-from megarl.algos.trees import token_after, turn_tree
+from megarl.algos.trees import later_sums, next_sums, token_after, turn_tree
 from megarl.config.algo import AdvantageConfig
 from megarl.types import ScoredBatch, TokenQuantity
 from megarl.types.turns import AFTER, FIRST_TRY, TURN
@@ -55,6 +55,39 @@ def test_gae_along_paths_by_hand(make_scored: MakeScored) -> None:
     tried = 3.5 + 0.5 * last
     second = -1.0 + 0.5 * (tried + other)
     assert by_hand(make_scored, cfg, 7.0, values=values) == [1 + 0.5 * second, second, 0, tried, other, 0, last]
+
+
+def test_the_other_samples_are_compared_at_the_same_depth(make_scored: MakeScored) -> None:
+    """The second sample has one turn at each depth."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    numbers = {
+        TURN: torch.tensor([[0.0, 1, 2], [0, 1, 0]]),
+        AFTER: torch.tensor([[-1.0, 0, 0], [-1, 0, 0]]),
+        FIRST_TRY: torch.tensor([[0.0, 1, 1], [0, 1, 0]]),
+    }
+    earned = torch.tensor([[0.0, 1, 3], [0, 5, 0]])
+    batch = make_scored(["q", "q"], [4.0, 5.0], mask, **{TURN_REWARDS: earned}, **numbers)
+    for name, first in (("turn_returns", [-1.0, -4.0, -2.0]), ("tree_returns", [-1.0, -2.0, 2.0])):
+        cfg = AdvantageConfig(estimator=name, credit="path" if name == "turn_returns" else "written")
+        got = ADVANTAGE_ESTIMATORS.get(name)(batch, cfg).advantages
+        assert got.tolist() == [first, [1.0, 3.0, 0.0]], name
+
+
+@pytest.mark.parametrize("estimator", ["turn_returns", "gae"])
+def test_a_conversation_without_branches_has_one_path(make_scored: MakeScored, estimator: str) -> None:
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    quantities = {"values": torch.arange(8.0).reshape(2, 4), TURN_REWARDS: torch.ones(2, 4)}
+    batch = make_scored(["q", "q"], [3.0, 2.0], mask, **quantities)
+    written, path = (
+        ADVANTAGE_ESTIMATORS.get(estimator)(batch, AdvantageConfig(estimator=estimator, gamma=0.5, credit=credit))
+        for credit in ("written", "path")
+    )
+    torch.testing.assert_close(path.advantages, written.advantages)
+
+
+def test_sums_without_columns() -> None:
+    empty, after = torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.long)
+    assert later_sums(empty, after).shape == next_sums(empty, after).shape == (2, 0)
 
 
 # A policy that says 0 or 1, with one logit for each context of what stands before on the path.
@@ -192,3 +225,32 @@ def test_it_is_biased_along_paths_where_a_search_compares_tries(cfg: AdvantageCo
     """A try earns more by being chosen than its own branch shows, as the other one would have gone on in its place."""
     got, expected = gradients(the_better_try_goes_on, cfg, size=2, judges=False)
     assert (got - expected).abs().max() > 0.05
+
+
+def test_gae_along_paths_gives_judges_verdicts_to_the_last_path_alone() -> None:
+    got, expected = gradients(all_tries_go_on, gae("path"), size=1, judges=True)
+    assert (got - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("name", "credit"), [("turn_returns", "path"), ("tree_returns", "written"), ("gae", "path")])
+@pytest.mark.parametrize("turn", range(4))
+def test_a_turn_without_loss_tokens_keeps_its_place(make_scored: MakeScored, name: str, credit: str, turn: int) -> None:
+    """The others get what they get beside one that is trained, and earns nothing."""
+    numbers = {
+        TURN: torch.tensor([[0.0, 1, 2, 3, 0]]),
+        AFTER: torch.tensor([[-1.0, 0, 0, 2, 0]]),
+        FIRST_TRY: torch.tensor([[0.0, 1, 1, 3, 0]]),
+    }
+    earned = torch.tensor([[1.0, 2.0, 4.0, 8.0, 9.0]])
+    earned[0, turn] = 0.0
+    quantities = {TURN_REWARDS: earned, "values": torch.zeros(1, 5), **numbers}
+    options = {"whiten": False} if name == "gae" else {}
+    cfg = AdvantageConfig(estimator=name, credit=credit, gamma=1.0, **options)  # type: ignore[arg-type]
+    found = []
+    for mask in ([[1, 1, 1, 1, 0]], [[i != turn and i < 4 for i in range(5)]]):
+        loss_mask = torch.tensor(mask, dtype=torch.bool)
+        batch = make_scored(["q"], [float(earned[0, :4].sum())], loss_mask, **quantities)
+        found.append(ADVANTAGE_ESTIMATORS.get(name)(batch, cfg).advantages[0])
+    others = [i for i in range(4) if i != turn]
+    assert found[1][others].tolist() == found[0][others].tolist()
+    assert not found[1][[turn, 4]].any()

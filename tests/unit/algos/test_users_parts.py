@@ -165,7 +165,7 @@ def test_a_loss_gets_what_it_declares_to_read() -> None:
         build_algorithm(cfg, max_response_tokens=2)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 1)])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1), (1, 2, 3)])
 def test_users_parts_return_a_number_for_each_token(shape: tuple[int, ...]) -> None:
     """Other shapes would be broadcast."""
 
@@ -184,3 +184,17 @@ def test_users_parts_return_a_number_for_each_token(shape: tuple[int, ...]) -> N
         policy_loss(x, PolicyLossConfig(name="own"))
     with pytest.raises(ValueError, match=rf"the estimate of algo\.advantage\.estimator{got}"):
         ADVANTAGE_ESTIMATORS.get("own")(batch(), AdvantageConfig(estimator="own"))
+
+
+def test_a_loss_with_a_ratio_per_row_needs_an_aggregation_over_rows() -> None:
+    @POLICY_LOSSES.register("own", row_ratio=True, token_local=False)
+    def own(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+        return PolicyLossTerms(loss=x.logprobs, diagnostics={})
+
+    cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="own"))
+    with pytest.raises(
+        ConfigError, match=r"algo\.aggregation: got 'token-mean' with algo\.policy_loss\.name=own, whose rat"
+    ):
+        build_algorithm(cfg, max_response_tokens=2)
+    algorithm = build_algorithm(replace(cfg, aggregation="seq-mean-token-mean"), max_response_tokens=2)
+    assert not algorithm.token_local

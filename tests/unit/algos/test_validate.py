@@ -74,10 +74,16 @@ def test_what_nothing_reads_is_refused(keys: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     "keys",
     [
+        {"kl": {"coef": 0.0}},
         {"kl": {"where": "reward", "estimator": "k1", "controller": "adaptive", "target_nats": 1.0, "horizon": 9.0}},
+        {"aggregation": "dr_grpo", "aggregation_horizon_tokens": 9},
         {"policy_loss": GSPO | {"dual_clip": None}} | ROWS,
+        {"policy_loss": {"name": "cispo", "clip_high": 0.3}},
         {"policy_loss": {"name": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "dual_clip": None}} | ROWS,
+        {"policy_loss": {"name": "sapo", "tau_pos": 0.5, "tau_neg": 2.0}},
+        {"policy_loss": {"dual_clip": 2.0}},
         {"entropy_coef": 0.1, "entropy": {"controller": "proportional", "target_nats": 0.5, "max_coef": 0.2}},
+        {"entropy_coef": 0.1, "entropy": {"controller": "learned", "target_nats": 0.5, "lr": 0.5}},
     ],
 )
 def test_what_is_read_passes(keys: dict[str, Any]) -> None:

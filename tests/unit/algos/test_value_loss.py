@@ -44,3 +44,9 @@ def test_the_loss_is_a_mean_over_tokens() -> None:
     assert ValueLoss().denominators(rows) == {"tokens": 8.0}
     # Nothing to learn from is 0 / 1.
     assert ValueLoss().denominators([]) == {"tokens": 1.0}
+
+
+def test_clipping_needs_the_old_values() -> None:
+    out = ValueOutputs(values=torch.zeros(1, 4))
+    with pytest.raises(KeyError, match="values was not computed"):
+        ValueLoss(clip=0.5).loss(batch(returns=[0.0] * 4), out, AlgoState())

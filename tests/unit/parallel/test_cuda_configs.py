@@ -9,17 +9,19 @@ from typing import Any, Literal
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, MoeConfig
+from megarl.host.device.platform import platform
 from megarl.parallel import backend
 from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import read_model_spec
 from tests.helpers.cuda_configs import (
     RECOMPUTES,
     built,
+    built_output_layer,
     layers_beside_transformer_engine,
     own_attention,
     rope_fusions,
 )
-from tests.helpers.hf_models import WITH_EXPERTS, make_model
+from tests.helpers.hf_models import MODELS, WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
 
 LAYOUTS = [
@@ -30,11 +32,8 @@ LAYOUTS = [
 ]
 
 
-# Others have the parts of these.
-@pytest.mark.parametrize(
-    "name", ["qwen3", "gemma3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2"]
-)
-def test_megatron_accepts_families(rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_accepts_every_family(rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str) -> None:
     """It refuses fused rotary embeddings of latent attention, except with YaRN, where it calls them experimental."""
     path = make_model(tmp_path / "model", name, tied=False)
     layouts = [*LAYOUTS, LayoutConfig(tp=2, ep=2, sequence_parallel=True)] if name in WITH_EXPERTS else LAYOUTS
@@ -63,38 +62,40 @@ def test_layers_beside_transformer_engine(rank_pool: Callable[[int], RankPool], 
         }
 
 
-SETTINGS: list[tuple[ActorConfig, dict[str, object]]] = [
-    (ActorConfig(), {"fp8": None, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}),
-    (ActorConfig(fp8="blockwise"), {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}),
-    (ActorConfig(fp8="mxfp8", recompute="full"), {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": False}),
-    (
-        ActorConfig(
-            fp8="blockwise",
-            layout=LayoutConfig(tp=2, ep=2, sequence_parallel=True),
-            moe=MoeConfig(dispatcher="deepep", fuse_permute=True, fuse_router=True),
+@pytest.mark.parametrize(
+    ("actor", "expected"),
+    [
+        (ActorConfig(), {"fp8": None, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}),
+        (ActorConfig(fp8="blockwise"), {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}),
+        (ActorConfig(fp8="mxfp8", recompute="full"), {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": False}),
+        (
+            ActorConfig(
+                fp8="blockwise",
+                layout=LayoutConfig(tp=2, ep=2, sequence_parallel=True),
+                moe=MoeConfig(dispatcher="deepep", fuse_permute=True, fuse_router=True),
+            ),
+            {
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": "deepep",
+                "moe_permute_fusion": True,
+                "moe_router_fusion": True,
+                "moe_grouped_gemm": True,
+                "moe_router_dtype": "fp32",
+            },
         ),
-        {
-            "moe_token_dispatcher_type": "flex",
-            "moe_flex_dispatcher_backend": "deepep",
-            "moe_permute_fusion": True,
-            "moe_router_fusion": True,
-            "moe_grouped_gemm": True,
-            "moe_router_dtype": "fp32",
-        },
-    ),
-    (ActorConfig(moe=MoeConfig(grouped_gemm=False)), {"moe_grouped_gemm": False, "moe_permute_fusion": True}),
-    (ActorConfig(layout=LayoutConfig(pp=2, first_stage_layers=3)), {"batch_p2p_sync": False}),
-    (ActorConfig(moe=MoeConfig(replay_routing=True)), {"moe_permute_fusion": True, "moe_router_fusion": False}),
-    (ActorConfig(moe=MoeConfig(fuse_permute=False)), {"moe_permute_fusion": False, "moe_router_fusion": True}),
-]
-
-
-def test_settings_of_kernels_reach_megatron(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+        (ActorConfig(moe=MoeConfig(grouped_gemm=False)), {"moe_grouped_gemm": False, "moe_permute_fusion": True}),
+        (ActorConfig(layout=LayoutConfig(pp=2, first_stage_layers=3)), {"batch_p2p_sync": False}),
+        (ActorConfig(moe=MoeConfig(replay_routing=True)), {"moe_permute_fusion": True, "moe_router_fusion": False}),
+        (ActorConfig(moe=MoeConfig(fuse_permute=False)), {"moe_permute_fusion": False, "moe_router_fusion": True}),
+    ],
+)
+def test_settings_of_kernels_reach_megatron(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, actor: ActorConfig, expected: dict[str, object]
+) -> None:
     """In its names and values, which it checks against each other as it does on GPUs."""
     path = make_model(tmp_path / "model", "qwen3_moe", tied=False)
-    (found,) = rank_pool(1).run(built, str(path), [actor for actor, _ in SETTINGS])
-    for fields, (_, expected) in zip(found, SETTINGS, strict=True):
-        assert {name: fields[name] for name in expected} == expected
+    ((fields,),) = rank_pool(1).run(built, str(path), [actor])
+    assert {name: fields[name] for name in expected} == expected
 
 
 def test_batch_invariant_kernels_have_all_that_megatron_asks_for(
@@ -135,6 +136,25 @@ def test_windows_reach_transformer_engine(rank_pool: Callable[[int], RankPool], 
     assert (fields["window_size"], fields["window_attn_skip_freq"]) == ((6, 0), [0, 0, 1, 1, 1])
 
 
+def test_layers_with_windows_over_a_ring_get_megarls_attention(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    path = make_model(tmp_path / "model", "qwen3-windows", tied=False)
+    for cp, expected in ((1, None), (2, AttentionOptions(window=7))):
+        (found,) = rank_pool(1).run(own_attention, str(path), LayoutConfig(cp=cp))
+        assert found == [None, None, *[expected] * 3]
+
+
+def test_attention_that_transformer_engine_lacks_is_megarls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows over a ring of ranks."""
+    full, windowed = AttentionOptions(), AttentionOptions(window=7)
+    assert all(backend.packs_attention(each, cp=cp) for each in (full, windowed) for cp in (1, 2))
+    monkeypatch.setitem(backend.BACKENDS, platform().name, backend.cuda_backend(transformer_engine=True))
+    assert not any(backend.packs_attention(each, cp=1) for each in (full, windowed))
+    assert not backend.packs_attention(full, cp=2)
+    assert backend.packs_attention(windowed, cp=2)
+
+
 @pytest.mark.parametrize(
     ("transformer_engine", "suits", "triton", "wanted", "expected"),
     [
@@ -142,6 +162,8 @@ def test_windows_reach_transformer_engine(rank_pool: Callable[[int], RankPool], 
         (False, False, True, None, False),
         (False, True, False, None, False),
         (False, True, True, "gathered", False),
+        # Its kernels attend to gathered keys.
+        (True, True, True, None, False),
         (True, True, True, "flex", True),
     ],
 )
@@ -169,10 +191,17 @@ def test_flex_attention_is_chosen_without_transformer_engine(
     assert not backend.attends_by_blocks(replace(shared, share_prefixes=None, layout=LayoutConfig(cp=2)), spec)
 
 
-@pytest.mark.parametrize(("transformer_engine", "apex", "fused"), [(False, True, True), (False, False, False)])
+@pytest.mark.parametrize(
+    ("transformer_engine", "apex", "fused"), [(True, False, True), (False, True, True), (False, False, False)]
+)
 def test_gradients_are_added_up_in_products_where_a_library_does_so(
     monkeypatch: pytest.MonkeyPatch, transformer_engine: bool, apex: bool, fused: bool
 ) -> None:
     monkeypatch.setattr(backend, "find_spec", lambda name: name if apex else None)
     options = backend.cuda_backend(transformer_engine=transformer_engine).options
     assert options["gradient_accumulation_fusion"] is fused
+
+
+def test_the_output_layer_is_built_without_apex(rank_pool: Callable[[int], RankPool]) -> None:
+    """Megatron refuses it, though the head computes in its place."""
+    assert rank_pool(1).run(built_output_layer) == [True]

@@ -34,7 +34,7 @@ def recur(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor
     return torch.stack(outputs, 1)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 65])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
 def test_chunks_equal_the_recurrence(num_tokens: int) -> None:
     """In values and gradients, in float64."""
     rows = [x.requires_grad_() for x in make_rows(2, num_tokens, torch.float64)]

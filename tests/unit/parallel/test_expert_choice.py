@@ -45,3 +45,11 @@ def test_forced_experts_have_their_own_scores() -> None:
     weights, indices = choice.get_replay_topk(scores, 2, 3, 1, top_k)
     assert indices.tolist() == [[2, 1], [4, 5]]
     assert torch.equal(weights, scores.gather(1, indices))
+
+
+def test_scores_keep_their_gradient() -> None:
+    scores = SCORES.clone().requires_grad_()
+    weights, _ = ExpertChoice(group_rating=2, forced=None).get_replay_topk(scores, 2, 3, 1, top_k)
+    weights.sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[0, 0, 0, 0, 1, 1]]

@@ -45,3 +45,15 @@ def test_all_ranks_get_all_shards(inside: bool) -> None:
         return buffer.tolist()
 
     assert on_ranks(3, gathered) == [[0.0, 1.0, 10.0, 11.0, 20.0, 21.0]] * 3
+
+
+def test_one_rank_has_it_all() -> None:
+    def both(rank: int, group: dist.ProcessGroup) -> list[float]:
+        buffer = torch.tensor([1.0, 2.0])
+        shard = torch.empty(2)
+        reduce_scatter(shard, buffer, group)
+        assert shard.tolist() == [1.0, 2.0]
+        all_gather(buffer, 3 * shard, group)
+        return buffer.tolist()
+
+    assert on_ranks(1, both) == [[3.0, 6.0]]

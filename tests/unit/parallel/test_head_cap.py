@@ -1,11 +1,12 @@
 """The log-prob head of models that cap their logits, c·tanh(h·Wᵀ/c), against dense float64 logits."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megarl.parallel.head.logprobs import HeadOptions, head_inputs, vocab_parallel_top_logprobs
+from megarl.parallel.head.logprobs import HeadOptions, head_inputs, vocab_parallel_logprobs, vocab_parallel_top_logprobs
 from megarl.parallel.head.pairs import pair_statistics
 from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.compare import assert_within
@@ -31,6 +32,22 @@ def test_values_and_gradients(dtype: torch.dtype, atol: float, with_nucleus: boo
     assert_within("gradient of weight", got.grad_weight[: problem.vocab_size], expected.grad_weight, atol=atol)
     for name in ("logprobs", "entropy", "grad_hidden"):
         assert_within(name, getattr(got, name), getattr(expected, name), atol=atol)
+
+
+def test_by_hand() -> None:
+    """h·Wᵀ = ln 3 and 0, c = 2: the logits are 2·tanh(ln 3 / 2) = 1 and 0, and their derivatives 1 − ¼ and 1."""
+    weight = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64).requires_grad_()
+    out = vocab_parallel_logprobs(
+        torch.ones(1, 1, dtype=torch.float64),
+        weight,
+        torch.tensor([1]),
+        shard=vocab_shard(ONE_RANK, 2, 2),
+        options=HeadOptions(logit_cap=2.0),
+    )
+    p = math.e / (1 + math.e)
+    assert_within("log-probs", out.logprobs.detach(), [math.log(1 - p)], atol=1e-15)
+    (grad,) = torch.autograd.grad(out.logprobs.sum(), weight)
+    assert_within("gradient", grad[:, 0], [-0.75 * p, p], atol=1e-15)
 
 
 def test_most_likely_tokens_and_pairs() -> None:

@@ -1,6 +1,7 @@
 """Log-probs of tokens that were sampled from a part of the vocabulary, on one rank."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,13 +19,16 @@ def run_head(problem: HeadProblem, memory_mode: str, *, chunk_tokens: int = 3) -
 
 
 @pytest.mark.parametrize("memory_mode", REGIMES)
+@pytest.mark.parametrize("with_entropy", [True, False], ids=["entropy", "no-entropy"])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_values_and_gradients(dtype: torch.dtype, atol: float, memory_mode: str) -> None:
-    for chunk_tokens, with_entropy in ((1, True), (3, False), (100, True)):
-        problem = nucleus_problem(with_entropy=with_entropy, dtype=dtype)
-        got, expected = run_head(problem, memory_mode, chunk_tokens=chunk_tokens), dense_token_loss(problem)
-        for name in ("logprobs", "entropy", "grad_hidden", "grad_weight"):
-            assert_within(name, getattr(got, name), getattr(expected, name), atol=atol)
+def test_values_and_gradients(
+    dtype: torch.dtype, atol: float, chunk_tokens: int, with_entropy: bool, memory_mode: str
+) -> None:
+    problem = nucleus_problem(with_entropy=with_entropy, dtype=dtype)
+    got, expected = run_head(problem, memory_mode, chunk_tokens=chunk_tokens), dense_token_loss(problem)
+    for name in ("logprobs", "entropy", "grad_hidden", "grad_weight"):
+        assert_within(name, getattr(got, name), getattr(expected, name), atol=atol)
 
 
 def test_by_hand() -> None:
@@ -40,6 +44,27 @@ def test_by_hand() -> None:
     (grad,) = torch.autograd.grad(out.logprobs.sum(), weight)
     # 1[v = label] − q_v of the three rows: (5/6, 0, −5/6), (0, 0, 0), (−1/8, 6/8, −5/8).
     assert_within("gradient", grad[:, 0], [5 / 6 - 1 / 8, 6 / 8, -5 / 6 - 5 / 8], atol=1e-15)
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_a_nucleus_of_all_tokens_changes_nothing(memory_mode: str) -> None:
+    problem = nucleus_problem()
+    everything = replace(problem, nucleus=torch.arange(11).expand(7, 11))
+    got, expected = run_head(everything, memory_mode), run_head(replace(problem, nucleus=None), memory_mode)
+    for name in ("logprobs", "entropy", "grad_hidden", "grad_weight"):
+        assert_within(name, getattr(got, name), getattr(expected, name), atol=1e-12)
+
+
+def test_bfloat16_gradient_of_a_likely_token() -> None:
+    """A label with q = 1 − 2⁻¹⁰: 1 − q is rounded once, while bfloat16 steps near 1 are 2⁻⁸."""
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16)
+    weight = torch.tensor([[7.0], [0.0], [3.0]], dtype=torch.bfloat16).requires_grad_()
+    nucleus = torch.tensor([[0, 1]])
+    shard = vocab_shard(ONE_RANK, 3, 3)
+    out = vocab_parallel_logprobs(hidden, weight, torch.tensor([0]), shard=shard, nucleus=nucleus)
+    (grad,) = torch.autograd.grad(out.logprobs.sum(), weight)
+    rest = 1 / (1 + math.exp(7))
+    assert_within("gradient", grad[:, 0].float() / rest, [1.0, -1.0, 0.0], atol=2**-8)
 
 
 def test_foreign_nucleus_is_refused() -> None:

@@ -1,9 +1,11 @@
 """What the log-prob head refuses, and which memory_mode and chunk it takes."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.parallel.head.logprobs import vocab_parallel_logprobs
 from megarl.parallel.head.memory_mode import HeadMemoryMode, automatic_chunk, choose_memory_mode
@@ -16,6 +18,58 @@ PADDED_ROWS = 16
 
 def group_of(rank: int, size: int) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def row_mean_loss(logprobs: torch.Tensor) -> torch.Tensor:
+    """As GSPO's ratio: all tokens of a row share one factor."""
+    return -torch.exp(logprobs.mean())
+
+
+def half_loss(logprobs: torch.Tensor) -> torch.Tensor:
+    return 0.5 * logprobs.sum()
+
+
+@pytest.mark.parametrize(
+    ("told", "loss"),
+    [
+        pytest.param(row_mean_loss, row_mean_loss, id="a row's mean"),
+        pytest.param(lambda logprobs: logprobs.sum(), half_loss, id="scaled"),
+        pytest.param(lambda logprobs: 0.0 * logprobs.sum(), half_loss, id="told of none"),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_tokens_is_refused(
+    told: Callable[[torch.Tensor], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    problem = head_problem()
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            values = logprobs.detach().clone().requires_grad_()
+            return torch.autograd.grad(told(values), values)[0], None
+
+    out = vocab_parallel_logprobs(
+        problem.hidden.clone().requires_grad_(),
+        problem.padded_weight(PADDED_ROWS),
+        **one_rank_arguments(problem, PADDED_ROWS, memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=gradients),
+    )
+    message = r"in_chunk.*log-probs of kept row \d.*not a sum over tokens.*recompute or keep"
+    with pytest.raises(ValueError, match=message):
+        loss(out.logprobs).backward()
+
+
+def test_a_loss_of_the_entropy_that_is_no_sum_over_tokens_is_refused() -> None:
+    problem = head_problem()
+
+    def gradients(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(logprobs), entropy / len(entropy)
+
+    out = vocab_parallel_logprobs(
+        problem.hidden.clone().requires_grad_(),
+        problem.padded_weight(PADDED_ROWS),
+        **one_rank_arguments(problem, PADDED_ROWS, memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=gradients),
+    )
+    with pytest.raises(ValueError, match="with respect to the entropy"):
+        out.entropy.mean().backward()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +91,11 @@ def group_of(rank: int, size: int) -> Any:
             {"loss_gradients": lambda logprobs, entropy: (logprobs, None)},
             "memory_mode recompute: loss_gradients belong to in_chunk",
             id="recompute",
+        ),
+        pytest.param(
+            {"memory_mode": HeadMemoryMode.KEEP, "loss_gradients": lambda logprobs, entropy: (logprobs, None)},
+            "memory_mode keep: loss_gradients belong to in_chunk",
+            id="keep",
         ),
     ],
 )
@@ -70,15 +129,28 @@ def test_choice_of_the_memory_mode(
     assert got is expected
 
 
+def test_no_memory_mode_of_that_name() -> None:
+    with pytest.raises(ValueError, match="'all' is not a valid HeadMemoryMode"):
+        choose_memory_mode("all", logits_bytes=0, memory_bytes=0, token_local=True)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "hidden", "num_logits", "itemsize", "expected"),
     [
+        # Half of the hidden size.
         (8192, 4096, 76032, 2, 2048),
+        (8192, 512, 76032, 4, 256),
+        # 500 rows, in multiples of 64.
         (8192, 1000, 76032, 4, 448),
+        # 512 MiB hold 2²⁹ / (76032 · 4) = 1765 rows; 27 times 64 fit.
         (8192, 4096, 76032, 4, 1728),
+        # 32 rows are fewer than a GEMM at speed wants: by the hidden size, and by 2²⁹ / (2²² · 4).
+        (8192, 64, 264, 4, 64),
         (8192, 4096, 1 << 22, 4, 64),
         (10, 4096, 76032, 2, 10),
+        # Chunks of no rows would never end.
         (0, 4096, 76032, 2, 1),
+        (5, 64, 0, 4, 5),
     ],
 )
 def test_automatic_chunk(num_rows: int, hidden: int, num_logits: int, itemsize: int, expected: int) -> None:

@@ -3,6 +3,7 @@ for numbers of the device, fails there as on no CPU. The head's ranks are those 
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,15 +12,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.algos import build_algorithm
+from megarl.config import load_config
 from megarl.parallel.head import differentiable
 from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
 from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.types import PolicyOutputs, RowBatch
 from tests.helpers.steps import MAX_RESPONSE_TOKENS, VOCAB_SIZE, problem_of, random_step
-from tests.unit.algos.test_outside_the_mask import configs
 
 META = torch.device("meta")
+CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
 TP, RANK, ROWS_PER_RANK, VOCAB = 4, 3, 256, 1000
 NUM_TOKENS, HIDDEN = 37, 64
 
@@ -35,9 +37,9 @@ def tensor_parallel() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("entropy", "with_main_grad", "own_rows"), [(False, False, True), (True, True, False), (True, True, True)]
-)
+@pytest.mark.parametrize("own_rows", [False, True], ids=["all rows", "own rows"])
+@pytest.mark.parametrize("with_main_grad", [False, True], ids=["autograd", "main_grad"])
+@pytest.mark.parametrize("entropy", [False, True], ids=["no-entropy", "entropy"])
 @pytest.mark.parametrize("memory_mode", HeadMemoryMode)
 def test_the_head_leaves_no_device(
     tensor_parallel: dist.ProcessGroup, memory_mode: HeadMemoryMode, entropy: bool, with_main_grad: bool, own_rows: bool
@@ -78,24 +80,26 @@ def test_the_head_leaves_no_device(
     assert (weight.grad is None) == with_main_grad
 
 
-def test_losses_leave_no_device() -> None:
-    """Of every part of an algorithm, on the quantities of a step on the host."""
-    for name, cfg in configs():
-        if cfg.cpo.entropy_source == "current":
-            continue  # CPO looks at the values of its inputs
-        algorithm = build_algorithm(cfg, max_response_tokens=MAX_RESPONSE_TOKENS, vocab_size=VOCAB_SIZE)
-        problem = problem_of(algorithm, random_step([3, 4], 0, demonstrations=True))[0]
-        counts, on_device = algorithm.denominators(problem.rows()), problem.transformed(lambda x: x.to(META))
-        logprobs, entropy = on_device.logprobs.requires_grad_(), on_device.entropy.requires_grad_()
-        batch = RowBatch(
-            labels=tuple(f"q/{i}" for i in range(len(problem.mask))),
-            loss_mask=on_device.mask,
-            quantities=on_device.quantities,
-        )
-        beside = {"teacher_logprobs": logprobs.detach()}
-        out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=logprobs.square(), comparison=beside)
-        parts = algorithm.loss(batch, out, algorithm.initial_state())
-        loss = parts.total(counts)
-        loss.backward()
-        assert loss.device == META, name
-        assert {value.device for part in parts.metrics.values() for value in part.values()} <= {META}, name
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_losses_leave_no_device(name: str, tmp_path: Path) -> None:
+    """Of every algorithm that comes with megarl, on the quantities of a step on the host."""
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(f"use: {{algo: {CONFIGS / name}.yaml}}\n", encoding="utf-8")
+    algorithm = build_algorithm(
+        load_config(run_file).algo, max_response_tokens=MAX_RESPONSE_TOKENS, vocab_size=VOCAB_SIZE
+    )
+    problem = problem_of(algorithm, random_step([3, 4], 0, demonstrations=True))[0]
+    counts, on_device = algorithm.denominators(problem.rows()), problem.transformed(lambda x: x.to(META))
+    logprobs, entropy = on_device.logprobs.requires_grad_(), on_device.entropy.requires_grad_()
+    batch = RowBatch(
+        labels=tuple(f"q/{i}" for i in range(len(problem.mask))),
+        loss_mask=on_device.mask,
+        quantities=on_device.quantities,
+    )
+    beside = {"teacher_logprobs": logprobs.detach()}
+    out = PolicyOutputs(logprobs=logprobs, entropy=entropy, divergence=logprobs.square(), comparison=beside)
+    parts = algorithm.loss(batch, out, algorithm.initial_state())
+    loss = parts.total(counts)
+    loss.backward()
+    assert loss.device == META
+    assert {value.device for part in parts.metrics.values() for value in part.values()} <= {META}

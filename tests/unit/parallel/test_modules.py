@@ -1,22 +1,43 @@
 """Packed attention against one dense softmax per sequence, and the norm against its formula."""
 
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from megarl.parallel import attention
-from megarl.parallel.attention import PackedAttention
-from megarl.parallel.norms import RMSNorm
-from megarl.parallel.packing import PackAlignment, pack_rows
 from megarl.types import Row
 from megarl.weights.attention import AttentionOptions
+from tests.helpers import rank_parts
 from tests.helpers.compare import assert_within
-from tests.helpers.path_kernels import attend_path_by_path
+from tests.helpers.rank_pool import RankPool
 
+GetPool = Callable[[int], RankPool]
 HEADS, HEAD_DIM = 4, 8
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: list[list[int]],
+    scale: float,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """softmax(q·kᵀ·scale), scores perhaps capped, over the last tokens up to the query of the same sequence."""
+    out = torch.zeros_like(query)
+    per_group = query.shape[1] // key.shape[1]
+    for sequence in sequences:
+        for place, token in enumerate(sequence):
+            seen = sequence[: place + 1][-(options.window or 0) :]
+            for head in range(query.shape[1]):
+                k, v = key[seen, head // per_group], value[seen, head // per_group]
+                scores = k @ query[token, head] * scale
+                if (cap := options.score_cap) is not None:
+                    scores = cap * (scores / cap).tanh()
+                out[token, head] = scores.softmax(-1) @ v
+    return out.flatten(1)
 
 
 def rows_of(*rows: tuple[int, int, int]) -> list[Row]:
@@ -63,80 +84,78 @@ PACKS: dict[str, tuple[list[Row], bool, list[list[int]]]] = {
 }
 
 
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("rows", "shares", "sequences"), PACKS.values(), ids=PACKS)
 def test_packed_attention_equals_dense(
-    rows: list[Row], shares: bool, sequences: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    rank_pool: GetPool, rows: list[Row], shares: bool, sequences: list[list[int]], num_kv_heads: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     total = 1 + max(max(sequence) for sequence in sequences)
-    # Capped scores of one to three queries at a time.
-    monkeypatch.setattr(attention, "_SCORE_BLOCK", 3 * HEADS * total)
-    # The own part of a sequence is what none before it has.
-    own = np.diff([0, *(max(sequence) + 1 for sequence in sequences)])
-    paths = [np.array(sequence) for sequence in sequences], own
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    pack = pack_rows(
-        rows, alignment=PackAlignment(), device=torch.device("cpu"), plans_attention=True, shares_prefixes=shares
-    )
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
+    query, key, value = (
+        randn(total, HEADS, HEAD_DIM),
+        randn(total, num_kv_heads, HEAD_DIM),
+        randn(total, num_kv_heads, HEAD_DIM),
+    )
+    grad_output = randn(total, HEADS * HEAD_DIM)
     # 4 is shorter than some rows, and longer than what some of them have of their own behind a shared prompt.
-    for num_kv_heads, scale, options in (
-        (4, None, AttentionOptions()),
-        (1, 0.7, AttentionOptions(window=4)),
-        (2, None, AttentionOptions(window=1)),
-        (2, 0.7, AttentionOptions(score_cap=1.5)),
-        (1, None, AttentionOptions(score_cap=0.5, window=4)),
+    for scale, options in (
+        (None, AttentionOptions()),
+        (0.7, AttentionOptions()),
+        (None, AttentionOptions(window=4)),
+        (None, AttentionOptions(window=1)),
+        (0.7, AttentionOptions(score_cap=1.5)),
+        (None, AttentionOptions(score_cap=0.5, window=4)),
     ):
-        inputs = [randn(total, heads, HEAD_DIM).requires_grad_() for heads in (HEADS, num_kv_heads, num_kv_heads)]
-        gradient = randn(total, HEADS * HEAD_DIM)
-        layer = PackedAttention(config=None, layer_number=1, softmax_scale=scale, pg_collection=groups, options=options)
-        out = layer(*inputs, None, packed_seq_params=pack.packed_seq_params)
-        got = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
-        out = attend_path_by_path(*inputs, paths, scale or HEAD_DIM**-0.5, options)
-        expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+        # Capped scores of one to three queries at a time.
+        arguments = (query, key, value, rows, shares, scale, options, grad_output, 3 * HEADS * total)
+        got = rank_pool(1).run(rank_parts.packed_attention, *arguments)[0]
+        q, k, v = inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = dense_attention(q, k, v, sequences, scale or HEAD_DIM**-0.5, options)
+        expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
         for name, left, right in zip(("output", "query", "key", "value"), got, expected, strict=True):
             assert_within(name, left, right, atol=1e-12)
 
 
-def norm_of(
-    weight: torch.Tensor, eps: float, *, adds_one: bool = False, sequence_parallel: bool = False
-) -> torch.nn.Module:
-    config = SimpleNamespace(
-        params_dtype=weight.dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=adds_one
-    )
-    norm = RMSNorm(config, len(weight), eps=eps)
-    assert norm.weight.dtype == weight.dtype
-    with torch.no_grad():
-        norm.weight.copy_(weight)
-    return norm
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_rms_norm(sequence_parallel: bool) -> None:
-    """x = (3, 4): mean square 12.5. With one added, weights 1 less do the same."""
+def test_rms_norm(rank_pool: GetPool, sequence_parallel: bool) -> None:
+    """x = (3, 4): mean square 12.5."""
     weight, x = torch.tensor([2.0, 0.5]), torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    norm = norm_of(weight, 0.5, sequence_parallel=sequence_parallel)
-    expected = [[6 / math.sqrt(13), 2 / math.sqrt(13)], [0.0, 0.0]]
-    assert_within("norm", norm(x).detach(), expected, atol=1e-6)
-    assert getattr(norm.weight, "sequence_parallel", False) is sequence_parallel
-    assert_within("norm", norm_of(weight - 1, 0.5, adds_one=True)(x).detach(), expected, atol=1e-6)
+    got, reduced = rank_pool(1).run(rank_parts.rms_norm, weight, x, eps=0.5, sequence_parallel=sequence_parallel)[0]
+    assert_within("norm", got, [[6 / math.sqrt(13), 2 / math.sqrt(13)], [0.0, 0.0]], atol=1e-6)
+    assert reduced is sequence_parallel
+
+
+def test_rms_norm_that_adds_one(rank_pool: GetPool) -> None:
+    """Of weights 1 less than above, the same."""
+    weight, x = torch.tensor([1.0, -0.5]), torch.tensor([[3.0, 4.0]])
+    got, _ = rank_pool(1).run(rank_parts.rms_norm, weight, x, eps=0.5, sequence_parallel=False, adds_one=True)[0]
+    assert_within("norm", got, [[6 / math.sqrt(13), 2 / math.sqrt(13)]], atol=1e-6)
 
 
 @pytest.mark.parametrize("adds_one", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_gradients_of_rms_norm(adds_one: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_gradients_of_rms_norm(rank_pool: GetPool, adds_one: bool, dtype: torch.dtype, tolerance: float) -> None:
     """Those that torch finds for the formula in float64, of the same rounded numbers."""
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(5, 2, 12, generator=generator).to(dtype) for _ in range(2))
     weight = torch.rand(12, generator=generator).to(dtype)
-    norm = norm_of(weight, 0.1, adds_one=adds_one)
-    got = torch.autograd.grad(norm(x.requires_grad_()), [x, norm.weight], gradient)
-    inputs = [x.detach().double().requires_grad_(), weight.double().requires_grad_()]
+    got = rank_pool(1).run(rank_parts.rms_norm_gradients, weight, x, gradient, eps=0.1, adds_one=adds_one)[0]
+    inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
     normed = inputs[0] * (inputs[0].pow(2).mean(-1, keepdim=True) + 0.1).rsqrt()
     expected = torch.autograd.grad(normed * (inputs[1] + adds_one), inputs, gradient.double())
     for name, left, right in zip(("x", "weight"), got, expected, strict=True):
         assert left.dtype == dtype
         assert_within(name, left.double(), right, atol=tolerance)
+
+
+def test_rms_norm_keeps_float32_statistics(rank_pool: GetPool) -> None:
+    """Squares of 300 over 4096 entries: summed in bfloat16 they would stall at a fraction of their sum."""
+    x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    got, _ = rank_pool(1).run(rank_parts.rms_norm, weight, x, eps=1e-6, sequence_parallel=False)[0]
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, torch.ones_like(got))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.parallel.moe.routing import balance_loss, load_metrics, row_sums
 
@@ -32,6 +33,21 @@ def test_a_row_of_a_layer_is_what_transformers_computes() -> None:
         / PER_TOKEN
     )
     assert got.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_rows_add_up_by_their_tokens() -> None:
+    """Whatever their order in a pack; padding does not count."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(10, NUM_EXPERTS, generator=generator)
+    rows = torch.tensor([1, 1, 1, 0, 0, -1, 0, 0, 1, -1])
+    parts = [balance(logits[rows == i], torch.zeros(4, dtype=torch.int64), 1) for i in (0, 1)]
+    assert balance(logits, rows, 2).item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
+    changed = logits.clone()
+    changed[rows < 0] = 9.0
+    assert balance(changed, rows, 2).item() == balance(logits, rows, 2).item()
+    # A row that has no token here, and a pack that has none at all.
+    assert balance(logits, rows, 3).item() == balance(logits, rows, 2).item()
+    assert balance(logits, torch.full((10,), -1), 0).item() == 0
 
 
 def test_by_hand() -> None:
@@ -63,6 +79,30 @@ def test_ranks_with_parts_of_a_row_add_up() -> None:
     (gradient,) = torch.autograd.grad(whole, logits, retain_graph=True)
     (summed,) = torch.autograd.grad(sum(parts), logits)  # type: ignore[arg-type]
     torch.testing.assert_close(summed, gradient)
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations of torch, and whether one picks by a boolean mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.masks = set[str](), False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.names.add(name)
+        self.masks |= name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_host_waits_for_the_sums() -> None:
+    """As it would for the size of what a mask picks, or for a number."""
+    logits, rows = torch.randn(10, NUM_EXPERTS), torch.tensor([1, 1, 1, 0, 0, -1, 0, 0, 1, -1])
+    with Operations() as seen:
+        balance(logits, rows, 2)
+    assert "mm" in seen.names
+    assert not seen.names & {"nonzero", "masked_select", "_local_scalar_dense", "item"}
+    assert not seen.masks
 
 
 def test_metrics_by_hand() -> None:

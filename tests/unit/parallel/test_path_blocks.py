@@ -24,7 +24,7 @@ def seen_by_hand(window: int | None) -> np.ndarray:
     return seen
 
 
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("window", [None, 37, 200])
 def test_each_query_sees_its_path_and_blocks_leave_nothing_out(window: int | None) -> None:
     mask, expected = plan_blocks(*PATHS, CPU).mask(window), seen_by_hand(window)
     index = torch.arange(len(expected))
@@ -53,8 +53,8 @@ def test_each_query_sees_its_path_and_blocks_leave_nothing_out(window: int | Non
 
 @pytest.mark.parametrize(
     "options",
-    [AttentionOptions(), AttentionOptions(window=100, sinks=True)],
-    ids=["plain", "window-sinks"],
+    [AttentionOptions(), AttentionOptions(window=100), AttentionOptions(window=100, sinks=True)],
+    ids=["plain", "window", "window-sinks"],
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"])
 def test_outputs(options: AttentionOptions, compiled: bool) -> None:

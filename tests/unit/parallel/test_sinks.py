@@ -61,6 +61,13 @@ def test_some_of_the_queries_have_the_same_outputs() -> None:
     torch.testing.assert_close(some, every[:, :, mine], rtol=0, atol=1e-12)
 
 
+def test_a_sink_takes_its_share_by_hand() -> None:
+    """One token that sees itself: exp(score) / (exp(score) + exp(sink)) of its value."""
+    query, key, value = (torch.full((1, 1, 1, 4), each) for each in (2.0, 1.0, 3.0))
+    out = attend_with_sinks(query, key, value, torch.tensor([4.0]), None, 0.5)
+    torch.testing.assert_close(out, torch.full((1, 1, 1, 4), 1.5))
+
+
 def test_sinks_lose_no_digits_in_bfloat16() -> None:
     """Divided by the scale, a sink has more digits than a query in bfloat16: one rounding errs by up to 3 %."""
     query, key = torch.zeros(1, HEADS, 1, WIDTH), torch.zeros(1, KV_HEADS, 1, WIDTH)

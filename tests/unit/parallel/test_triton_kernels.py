@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.parallel.head.choose import Candidate, choose_kernels, first_that_passes, triton_candidate
+from megarl.parallel.head.choose import Candidate, choose_kernels, find_fault, first_that_passes, triton_candidate
 from megarl.parallel.head.kernels import ChunkKernels, PolicyTerm, TorchKernels
 from megarl.parallel.head.self_test import self_test
 from tests.helpers.chunk_kernels import SHAPES, assert_exact
@@ -70,10 +70,21 @@ def test_statistics_and_gradient(interpreted: dict[str, Any], name: str) -> None
     assert_exact(result, problem)
 
 
+def test_every_problem_is_looked_at(interpreted: dict[str, Any]) -> None:
+    assert set(interpreted["results"]) == set(NAMES)
+
+
 def test_the_self_test_passes(interpreted: dict[str, Any]) -> None:
     assert interpreted["self-tests"] == [None, None, None]
     assert interpreted["teacher self-tests"] == [None, None]
     assert interpreted["chosen"] == ("TritonKernels", [])
+
+
+def test_no_number_stays_in_its_row(interpreted: dict[str, Any]) -> None:
+    lse, entropy, label_logit = interpreted["beside NaN"]
+    assert lse.isnan().tolist() == entropy.isnan().tolist() == [True, False]
+    assert_within("lse and entropy of two equal logits", torch.stack([lse[1], entropy[1]]), [0.693147] * 2, atol=1e-6)
+    assert label_logit.tolist() == [0.0, 0.0]
 
 
 def test_a_row_beyond_the_reach_of_32_bits(interpreted: dict[str, Any]) -> None:
@@ -84,6 +95,12 @@ def test_a_row_beyond_the_reach_of_32_bits(interpreted: dict[str, Any]) -> None:
     expected = torch.nn.functional.one_hot(torch.tensor(2), 300) - p
     # The interpreter cuts bfloat16 off instead of rounding it.
     assert_within("gradient", gradient.double(), expected, atol=2**-8)
+
+
+def test_what_the_kernels_do_not_take(interpreted: dict[str, Any]) -> None:
+    dtype, stride = interpreted["refusals"]
+    assert dtype.startswith("logits are torch.float64, expected one of (torch.bfloat16, torch.float16, torch.float32)")
+    assert stride == "logits have column stride 2, expected 1; pass them row by row"
 
 
 def test_the_compiler_reads_16_bytes_at_a_time(children: Mapping[str, Any]) -> None:
@@ -232,3 +249,14 @@ def test_right_kernels_are_chosen_without_a_word() -> None:
         warnings.simplefilter("error")
         chosen = first_that_passes([candidate, candidate_of(DoesNotCompile())], CPU, TorchKernels())
     assert chosen is candidate.kernels
+
+
+def test_kernels_are_tested_within_a_pass_without_gradients() -> None:
+    """Where old log-probs are what a rank computes first."""
+    with torch.no_grad():
+        assert find_fault(candidate_of(TorchKernels()), CPU) is None
+
+
+def test_an_error_that_was_not_foreseen_is_not_hidden() -> None:
+    with pytest.raises(RuntimeError, match="no compiler"):
+        find_fault(candidate_of(DoesNotCompile(), OSError), CPU)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.cpo import difficulty_metrics
+from megarl.algos.cpo import difficulty_metrics, group_difficulty
 from megarl.algos.cpo.difficulty import DIFFICULTIES
+from megarl.config.algo import CpoConfig
 
 
 def levels(name: str, uids: list[str], rewards: list[float]) -> list[int]:
@@ -20,6 +21,26 @@ def test_golden(case_id: str, golden: Any) -> None:
     for key, expected in case["expected"].items():
         name = {"three": "three_way", "five": "five_way", "variance": "variance"}[key]
         assert levels(name, case["inputs"]["uid"], case["inputs"]["reward"]) == expected
+
+
+def test_variance_signed_knows_an_all_wrong_group() -> None:
+    uids = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    rewards = [-1.0] * 4 + [1.0] * 4 + [1.0, -1.0, 1.0, -1.0]
+    assert levels("variance", uids, rewards) == [1] * 4 + [1] * 4 + [-1] * 4
+    assert levels("variance_signed", uids, rewards) == [-1] * 4 + [1] * 4 + [-1] * 4
+
+
+def test_a_correct_row_is_what_the_verifier_says() -> None:
+    """A format bonus makes all rewards positive; the group is still one without a correct sample."""
+    correct, rewards = torch.tensor([False, False]), torch.tensor([0.1, 0.2])
+    assert group_difficulty(["q", "q"], correct, rewards, CpoConfig()).tolist() == [-1, -1]
+
+
+def test_of_five_levels_the_sign_counts() -> None:
+    uids = [f"q{i}" for i in range(5) for _ in range(8)]
+    correct = torch.tensor([k < c for c in (0, 2, 4, 6, 8) for k in range(8)])
+    got = group_difficulty(uids, correct, correct.float(), CpoConfig(difficulty="five_way"))
+    assert got.reshape(5, 8)[:, 0].tolist() == [-1, -1, 0, 1, 1]
 
 
 def test_metrics_count_prompts_not_rows() -> None:

@@ -33,6 +33,24 @@ def test_golden(golden: Any, check_golden: Any) -> None:
     check_golden(clamped_ratio(terms.delta, terms.cfg.ratio_clamp)[0], case["expected"]["clamped_ratio"], case)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    # d = 14.99 counts as 10, in exp(d)·d as ln 5; p_weighted takes it as it is.
+    [("p_weighted", 14.99 * math.exp(-0.01)), ("pmi", 10.0), ("kl_is", 5 * math.log(5))],
+)
+def test_far_tokens_are_bounded_but_in_the_described_estimator(name: Any, expected: float) -> None:
+    x = CpoInputs(
+        advantages=torch.zeros(1, 1, dtype=torch.float64),
+        loss_mask=torch.ones(1, 1, dtype=torch.bool),
+        correct=torch.tensor([True]),
+        difficulty=torch.tensor([0]),
+        vocab_size=10,
+        old_logprobs=torch.tensor([[-15.0]], dtype=torch.float64),
+        hint_logprobs=torch.tensor([[-0.01]], dtype=torch.float64),
+    )
+    assert terms_of(x, CpoConfig(method="mi", mi_estimator=name)).mi.item() == pytest.approx(expected)
+
+
 def test_kl_is_is_unbiased_over_a_vocabulary() -> None:
     """Σ_v π(v)·exp(d_v)·d_v = KL(π_hint ‖ π), term by term of its definition."""
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()

@@ -1,5 +1,6 @@
 """What every method keeps to, whatever its formula."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -86,9 +87,87 @@ def test_what_lies_outside_the_mask_is_unread_and_zero(x: CpoInputs, cfg: CpoCon
 
 
 @given(inputs(), configs)
+def test_inputs_are_never_changed(x: CpoInputs, cfg: CpoConfig) -> None:
+    before = copy.deepcopy(x)
+    first = shape_advantages(x, cfg)
+    for name in (*PER_TOKEN, *PER_ROW, "excluded", "loss_mask"):
+        assert torch.equal(getattr(x, name), getattr(before, name))
+    assert torch.equal(shape_advantages(x, cfg), first)
+
+
+@given(inputs(), configs)
 def test_excluded_tokens_keep_their_advantage(x: CpoInputs, cfg: CpoConfig) -> None:
     kept = x.loss_mask & ~x.active
     assert torch.equal(shape_advantages(x, cfg)[kept], x.advantages[kept])
+
+
+# Methods that clamp to the verifier's sign, in the formula sets that do.
+CLAMPED = {
+    "naive_qwen3": ("ref",),
+    "mi_qwen3": ("ref",),
+    "noaccmask_qwen3": ("ref", "fix"),
+    "mi_accmask_qwen3": ("ref", "fix"),
+    "mi_unify_qwen3": ("ref", "fix"),
+    "mi_clamp_unify_qwen3": ("ref", "fix"),
+}
+BY_DIFFICULTY = (("naive", "doc"), ("naive_qwen3", "doc"), ("naive_qwen3", "fix"))
+
+
+@given(inputs(), configs.filter(lambda cfg: (cfg.method, cfg.formula_set) not in BY_DIFFICULTY))
+def test_an_empty_hint_is_no_hint(x: CpoInputs, cfg: CpoConfig) -> None:
+    """Equal log-probs are d = 0: without the bonus on uncertain tokens of correct rows (pos_alpha) only the clamp is
+    left, by every way to measure what the hint changes."""
+    empty = changed(
+        x, hint_logprobs=x.old_logprobs, shuffled_hint_logprobs=x.old_logprobs, hint_kl=torch.zeros_like(x.advantages)
+    )
+    without = replace(cfg, pos_alpha=0.0)
+    got = shape_advantages(empty, without)
+    for further in ({"shuffled_baseline": True}, {"mi_estimator": "full_kl"}):
+        assert torch.equal(shape_advantages(empty, replace(without, **further)), got)
+    expected = torch.where(x.loss_mask, x.advantages, 0.0)
+    if cfg.formula_set in CLAMPED.get(cfg.method, ()):
+        clamped = torch.where(x.correct[:, None], expected.clamp(min=0), expected.clamp(max=0))
+        expected = torch.where(x.active, clamped, expected)
+    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
+
+
+@given(inputs(dtype=torch.float32), configs)
+def test_float32_is_kept_and_close_to_float64(x: CpoInputs, cfg: CpoConfig) -> None:
+    got = shape_advantages(x, cfg)
+    assert got.dtype == torch.float32
+    wide = changed(x, **{name: getattr(x, name).double() for name in PER_TOKEN})
+    torch.testing.assert_close(got.double(), shape_advantages(wide, cfg), atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_to_shape() -> None:
+    empty = torch.zeros(0, 0)
+    for shape in ((0, 0), (2, 0)):
+        empty = torch.zeros(shape)
+        rows = torch.zeros(shape[0])
+        x = CpoInputs(
+            advantages=empty,
+            loss_mask=empty.bool(),
+            correct=rows.bool(),
+            difficulty=rows.long(),
+            vocab_size=5,
+            old_logprobs=empty,
+            hint_logprobs=empty,
+            entropy=empty,
+        )
+        for cfg in CONFIGS:
+            assert shape_advantages(x, cfg).shape == shape
+
+
+def test_identity() -> None:
+    mask = torch.tensor([[True, True, False]])
+    x = CpoInputs(
+        advantages=torch.tensor([[1.0, -2.0, math.nan]]),
+        loss_mask=mask,
+        correct=torch.tensor([False]),
+        difficulty=torch.tensor([-1]),
+        vocab_size=5,
+    )
+    assert shape_advantages(x, CpoConfig()).tolist() == [[1.0, -2.0, 0.0]]
 
 
 def test_missing_and_broken_quantities_have_a_message(golden: Any, golden_inputs: Any) -> None:

@@ -44,6 +44,43 @@ def test_by_hand() -> None:
     assert got[1].tolist() == pytest.approx([-2 * scale * v for v in w])
 
 
+def test_share_of_the_weights() -> None:
+    x = inputs([[1.0, 1.0]], [[1.0, -1.0]])
+    assert shape_advantages(x, CFG)[0].tolist() == pytest.approx([1.2, 0.8])
+    assert shape_advantages(x, replace(CFG, mix=0.5))[0].tolist() == pytest.approx([1.1, 0.9])
+    assert shape_advantages(x, replace(CFG, mix=0.0))[0].tolist() == [1.0, 1.0]
+
+
+def test_the_share_decays_to_zero() -> None:
+    cfg = replace(CFG, mix=0.8, mix_decay_steps=4)
+
+    def mix(cfg: CpoConfig, step: int) -> float:
+        """The whole weight is 1.2, so the share of it is (A' − 1) / 0.2."""
+        return (shape_advantages(inputs([[1.0, 1.0]], [[1.0, -1.0]], step=step), cfg)[0, 0].item() - 1) / 0.2
+
+    assert [mix(cfg, step) for step in range(6)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
+    assert mix(replace(CFG, mix=0.8), 1000) == mix(cfg, 0)
+    x = inputs([[1.0, 1.0]], [[1.0, -1.0]], step=4)
+    assert shape_advantages(x, cfg)[0].tolist() == [1.0, 1.0]
+
+
+def test_what_any_hint_changes_counts_for_nothing() -> None:
+    """With the baseline, a hint that acts like another prompt's is no hint."""
+    x = inputs([[1.0, 1.0]], [[1.0, -1.0]])
+    x = replace(x, shuffled_hint_logprobs=x.hint_logprobs)
+    cfg = replace(CFG, shuffled_baseline=True)
+    assert shape_advantages(x, cfg)[0].tolist() == [1.0, 1.0]
+    half = replace(x, shuffled_hint_logprobs=x.hint_logprobs - f64([[0.1, -0.1]]))
+    w = [math.exp(0.1), math.exp(-0.1)]
+    assert shape_advantages(half, cfg)[0].tolist() == pytest.approx([2 * v / sum(w) for v in w])
+
+
+def test_the_answer_is_left_out() -> None:
+    """The last token keeps its advantage; the others share theirs."""
+    x = inputs([[1.0] * 3], [[1.0, -1.0, 9.0]], excluded=torch.tensor([[False, False, True]]))
+    assert shape_advantages(x, CFG)[0].tolist() == pytest.approx([1.2, 0.8, 1.0])
+
+
 @given(
     st.floats(-3, 3),
     st.lists(st.tuples(st.floats(-30, 30), st.booleans()), min_size=1, max_size=8),
