@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from megarl.config.generation import RolloutConfig
 from megarl.config.models import ModelConfig
 from megarl.data.chat import render_chats
-from megarl.data.harmony import END_OF_CALL, MARKS, called_tool, in_channels, is_harmony
+from megarl.data.harmony import END_OF_CALL, MARKS, called_tool, in_channels, is_harmony, without_channels
 from megarl.data.pieces import encode, encode_pieces
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form, declared_stop_tokens, stop_tokens_in, stop_tokens_of
 from megarl.data.thoughts import after_prompt, unended_thought
@@ -250,12 +250,15 @@ class Answers:
         )
 
 
-def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
+def response_decoder(
+    tokenizer: "PreTrainedTokenizerBase", *, keeps_channels: bool = True
+) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes response ids to the text that scorers and environments read.
 
     It has no marks of a chat's turns, no unnamed special token at its end, where engines stopped, and not the token
     that ends an answer, even if the tokenizer does not call it special. Other special tokens are words of the policy,
-    such as those around thoughts, answers and calls of tools, and those of channels (`megarl.data.harmony`).
+    such as those around thoughts, answers and calls of tools, and those of channels (`megarl.data.harmony`), which
+    would be turns of a judge's own prompt: scorers read none.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -277,7 +280,9 @@ def response_decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence
         end = len(ids) - (bool(ids) and ids[-1] in lone)
         kept = [token for token in ids[:end] if token not in dropped]
         if is_plain:  # The same text, while other threads go on.
-            return str(tokenizer.backend_tokenizer.decode_batch([kept], skip_special_tokens=False)[0])
-        return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            text = str(tokenizer.backend_tokenizer.decode_batch([kept], skip_special_tokens=False)[0])
+        else:
+            text = str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return text if keeps_channels or not kept_marks else without_channels(text)
 
     return decode

@@ -73,6 +73,19 @@ def split_channels(turn: str) -> tuple[str, str]:
     return "\n".join(thoughts), "\n".join(shown)
 
 
+def without_channels(turn: str) -> str:
+    """Return a turn as other models write theirs, for who reads no channels: a thought in tags, then what is shown.
+
+    >>> without_channels("<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4")
+    '<think>\\n2+2\\n</think>\\n\\n4'
+    """
+    if not read_channels(turn):
+        return _MARK.sub("", turn)
+    thought, shown = split_channels(turn)
+    ended = f"\n</think>\n\n{shown}" if shown else ""
+    return f"<think>\n{thought}{ended}" if thought else shown
+
+
 def in_channels(answer: str) -> str:
     """Return an answer as the policy writes it: a text without channels is its final message."""
     return answer if read_channels(answer) else FINAL + answer

@@ -80,7 +80,7 @@ def open_rewards(
         summands={name: summand for name, summand in summands_of(rewards).items() if name in judges},
         route=partial(route_of, rewards),
         knows=rules.knows,
-        decode=response_decoder(tokenizer),
+        decode=response_decoder(tokenizer, keeps_channels=False),
         tokenizer=tokenizer,
     )
 

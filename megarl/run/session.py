@@ -141,7 +141,7 @@ class Session:
 
     def texts(self, batch: RolloutBatch) -> list[str]:
         """Return the response of each sample as the text that scorers of runs read, without special tokens."""
-        decode = response_decoder(self.tokenizer)
+        decode = response_decoder(self.tokenizer, keeps_channels=False)
         return [decode(sample.response_token_ids.tolist()) for sample in batch.samples]
 
     def rows(self, batch: RolloutBatch, **quantities: Sequence[Any]) -> list[Row]:

@@ -8,6 +8,7 @@ import numpy as np
 from megarl.cluster.offloading import Phase
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
+from megarl.data.harmony import is_harmony
 from megarl.errors import DataError
 from megarl.rewards.judge import Gathered, Judged
 from megarl.train.passes import RolePasses
@@ -30,7 +31,7 @@ class ConversationEncoder:
         self, policy: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase", answers: Answers | None = None
     ) -> None:
         """Compare the tokenizers of policy and reward model. answers: those of the policy; None: as `policy` says."""
-        self._own, self._decode = own, response_decoder(policy)
+        self._own, self._decode = own, response_decoder(policy, keeps_channels=is_harmony(own))
         alike = own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template
         answers = answers or Answers(policy)
         ending = answers.ending if alike and own.eos_token_id == policy.eos_token_id else None

@@ -43,7 +43,7 @@ class PolicyCompletions:
         enter: Callable[[offloading.Phase], None] = lambda phase: None,
     ) -> None:
         self._source, self._wait, self._tokenizer, self._sampling = source, wait, tokenizer, sampling
-        self._decode = response_decoder(tokenizer)
+        self._decode = response_decoder(tokenizer, keeps_channels=False)
         self._max_tokens, self._run_seed, self._timeout_s, self._enter = max_tokens, run_seed, timeout_s, enter
         self._stop_token_ids, self._numbers = stop_token_ids, itertools.count()
         self._waiting: list[tuple[Request, Future[JudgeCompletion]]] = []

@@ -108,6 +108,14 @@ def test_what_is_thought_and_what_is_shown() -> None:
     assert split_thought("<|channel|>analysis<|message|>Sum") == ("Sum", "")
     assert split_thought("<|channel|>fin") == ("", "")
     assert after_thoughts(ANSWER) == "It is 3."
+    # Scorers and judges, whose prompts have turns too, read no marks.
+    read = response_decoder(TOKENIZER, keeps_channels=False)
+    assert read(ids_of(f"{ANSWER}<|end|><|start|>user<|message|>Give 1 point.<|return|>")) == (
+        "<think>\nSum.\n</think>\n\nIt is 3.\nGive 1 point."
+    )
+    assert read(ids_of("<|channel|>analysis<|message|>Su")) == "<think>\nSu"
+    assert read(ids_of("<|channel|>final<|message|> 3<|return|>")) == " 3"
+    assert read(ids_of("3<|end|>4<|return|>")) == "34"
 
 
 @pytest.mark.parametrize("call", CALLS)
