@@ -26,6 +26,7 @@ from tests.helpers.replay_checks import (
 from tests.helpers.replays import (
     ADAM,
     ALGORITHMS,
+    FURTHER,
     LEARNING_RATES,
     OFF_POLICY,
     TEMPERATURE,
@@ -133,7 +134,19 @@ PAIRS = [
     pytest.param(case, algorithm, marks=() if (case, algorithm) in SHORT else pytest.mark.long)
     for case in CASES
     for algorithm in ALGORITHMS
+    if algorithm not in FURTHER
 ]
+
+
+@pytest.mark.parametrize("algorithm", FURTHER)
+@pytest.mark.parametrize("case", ["tp1 row by row", "tp2", "tp2-sp", "pp2"])
+def test_further_losses(
+    rank_pool: GetPool, baseline: Callable[[str], Baseline], tmp_path: Path, case: str, algorithm: str
+) -> None:
+    test_layouts_and_splits(rank_pool, baseline, tmp_path, case, algorithm)
+    # Bounds end gradients, and weights are not 1.
+    metrics = baseline(algorithm).run.steps[0].metrics
+    assert 0.01 < metrics.get("actor/pg_clipfrac", metrics.get("actor/pg_weight", 0.5)) < 0.99
 
 
 @pytest.mark.parametrize(("case", "algorithm"), PAIRS)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
 from megarl.algos.centering import with_head
-from megarl.config.algo import AlgoConfig, CorrectionConfig, KLConfig, PolicyLossConfig
+from megarl.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig, KLConfig, PolicyLossConfig
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
@@ -51,6 +51,7 @@ ALGORITHMS = {
     "kl_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov", cov_share=0.2, cov_kl_coef=0.7)),
     "echo": AlgoConfig(echo_coef=0.3, entropy_coef=0.05),
 }
+ANCHOR = CorrectionConfig(name="rollout_ratio")
 # Weights of whole rows, sums along them, and masks by statistics of all rows; the oracle of unit tests has these too.
 OFF_POLICY = {
     "vespo+m2po": AlgoConfig(
@@ -75,7 +76,23 @@ OFF_POLICY = {
         policy_loss=PolicyLossConfig(name="dppo_top_tv", clip_low=0.002, clip_high=0.002, compared_with="trainer")
     ),
 }
+# These have the same sums; a few layouts show them.
+FURTHER = {
+    "topr": AlgoConfig(policy_loss=PolicyLossConfig(name="topr"), correction=ANCHOR),
+    "bapo": AlgoConfig(policy_loss=PolicyLossConfig(name="bapo", dual_clip=1.5), correction=ANCHOR),
+    "drpo": AlgoConfig(policy_loss=PolicyLossConfig(name="drpo", drpo_delta=0.01), correction=ANCHOR),
+    "dppo_tv+otb": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="dppo_tv", clip_low=0.001, clip_high=0.001),
+        advantage=AdvantageConfig(estimator="otb"),
+        correction=ANCHOR,
+    ),
+    "luspo": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="gspo", clip_low=0.01, clip_high=0.01, dual_clip=None),
+        aggregation="seq-mean-token-sum",
+    ),
+}
 HEAD_TOKENS = 4
+OFF_POLICY |= FURTHER
 ALGORITHMS |= OFF_POLICY
 # Ties change which gradients meet in the embedding.
 TIED = {name: name != "seq-mean-token-mean+entropy" for name in ALGORITHMS}
@@ -137,7 +154,10 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
     rows = [row.with_quantities(old_logprobs=noisy(i, 0.3), ref_logprobs=noisy(i, 0.2)) for i, row in enumerate(rows)]
     if name in OFF_POLICY:
         # Samples a little away from the policy, so that statistics part them.
-        extra = [{"rollout_logprobs": noisy(i, 0.6), "old_entropy": entropy[i]} for i in range(len(rows))]
+        extra = [
+            {"rollout_logprobs": noisy(i, 0.6), "old_entropy": entropy[i], "old_squares": np.exp(-entropy[i])}
+            for i in range(len(rows))
+        ]
         rows = [row.with_quantities(**values) for row, values in zip(rows, extra, strict=True)]
     if name == "centering":
         top = pool.run(

@@ -72,6 +72,7 @@ WIDE = {
     "tests/distributed/test_overlap.py": "overlapped communication; the same layouts without it stay",
     "tests/distributed/test_pipelines.py::test_two_chunks_on_each_of_four_stages": _PROVEN,
     "tests/distributed/test_rank_pool.py::test_a_rank_that_still_computes": _DEATHS,
+    "tests/distributed/test_replay_invariance.py::test_further_losses": _FEATURES,
     "tests/distributed/test_replay_invariance.py::test_layouts_and_splits[cp2-centering": _FEATURES,
     "tests/distributed/test_replay_invariance.py::test_layouts_and_splits[cp2-echo": _FEATURES,
     "tests/distributed/test_replay_invariance.py::test_layouts_and_splits[dp2-vespo": _FEATURES,
