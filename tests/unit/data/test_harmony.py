@@ -85,6 +85,29 @@ def test_turns_are_read_as_openais_parser_reads_them() -> None:
         assert "".join(each.source for each in read_channels(turn)) == turn
 
 
+def test_what_the_template_writes_of_a_turn_is_read_again() -> None:
+    """Thoughts, words and the call; of one that calls, the words before the call are thoughts then."""
+    draw, asked = random.Random(66), f"{HEAD}<|end|><|start|>user<|message|>1+2?<|end|>{NEXT}"
+    for _ in range(200):
+        turn = NEXT.join(drawn_turn(draw))
+        (history,) = render_chats(TOKENIZER, [[ASKED, said(turn)]], add_generation_prompt=False)
+        assert history.startswith(asked)
+        before, after = read_channels(turn), read_channels(history.removeprefix(asked))
+        calls, again = ([(each.tool, json.loads(each.text)) for each in m if each.tool] for m in (before, after))
+        assert again == calls
+        words, rest = (
+            [
+                "\n".join(each.text for each in m if not each.tool and each.is_thought is kind and each.text)
+                for kind in (True, False)
+            ]
+            for m in (before, after)
+        )
+        if calls:
+            assert rest == ["\n".join(each.text for each in before if not each.tool and each.text), ""]
+        else:
+            assert rest == words
+
+
 MARKED = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 PIECES = (*MARKED, *MARKED, *WORDS, "analysis", " to=functions.f", THOUGHT)
 
