@@ -156,8 +156,10 @@ WIDE = {
     "tests/unit/rewards/verifier/test_containment.py::test_others_go_on": _DEATHS,
     "tests/unit/rewards/verifier/test_containment.py::test_workers_end_with_the_process": _DEATHS,
     "tests/unit/rollout/test_rounded_weights.py::test_scales_are": "methods of vLLM, imported for one test",
+    "tests/unit/rollout/test_vllm_contract.py::test_a_loader_that_is": "methods of vLLM, imported for one test",
     "tests/unit/sync/test_staging.py::test_exchanges_allocate": "memory of exchanges, which plan's tests bound",
     "tests/unit/train/test_rehearsal.py::test_the_command_says": "the command over all parts; each part's trial stays",
+    "tests/unit/train/test_rehearsal.py::test_the_time_of_a_stop": "a process that is stopped for seconds",
     "tests/unit/train/test_rehearsal.py::test_what_has_passed": "three trials of a file; that of each part stays",
     "tests/unit/test_hostile_texts.py::test_reports_and_their_browser": "draws reports; tables and screens stay",
 }

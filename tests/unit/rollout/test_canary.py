@@ -24,6 +24,10 @@ def test_texts_follow_each_other_until_two_blocks_and_a_token_are_full() -> None
     assert canary_requests([prompt(1, 2)], block=2, room=100, temperature=1.0)[0].token_ids == (1, 2, 1, 2, 1)
 
 
+def test_no_more_than_four_prompts_are_asked() -> None:
+    assert len(canary_requests([prompt(i) for i in range(1, 9)], block=4, room=100, temperature=1.0)) == 4
+
+
 def test_what_follows_has_room() -> None:
     """20 tokens in all: four of the prompt, and then 16."""
     (found,) = canary_requests([prompt(1, 2, 3)], block=32, room=20, temperature=1.0)
@@ -37,6 +41,10 @@ def test_prompts_with_images_stay_as_they_are_and_lend_no_tokens() -> None:
     found = canary_requests([prompt(1, 9, 2, images=(image,)), prompt(3)], block=2, room=100, temperature=1.0)
     assert [each.token_ids for each in found] == [(1, 9, 2), (3, 3, 3, 3, 3)]
     assert found[0].images == (image,)
+
+
+def test_without_tokens_there_is_nothing_to_ask() -> None:
+    assert canary_requests([prompt()], block=2, room=100, temperature=1.0) == []
 
 
 def test_each_request_has_cached_keys_of_its_own() -> None:

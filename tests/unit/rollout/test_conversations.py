@@ -10,20 +10,24 @@ import pytest
 from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import Sampling
 from megarl.host import loop
-from megarl.rollout.conversations import Conversation, WorkerLostError
+from megarl.rollout.conversations import Conversation, WorkerLostError, episode_of
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Group, Prefix, SamplingPlan
 from megarl.rollout.turns import turn_quantities
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import (
+    ChatPart,
     FinishReason,
+    Message,
     Prompt,
     Sample,
     SegmentSource,
+    row_from_sample,
     version_spans,
 )
 from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 from megarl.types.forks import Fork
+from megarl.types.rows import paths_of
 from megarl.types.seeds import try_seed
 from megarl.types.turns import Tries
 from tests.helpers.loops import begin_groups, turns
@@ -202,6 +206,34 @@ def test_what_was_written_after_another_prompt_is_dropped() -> None:
     assert resumed.requests[0][0].token_ids == (5, 6, 31)
 
 
+def test_an_environment_may_limit_the_next_turn() -> None:
+    world, _, _ = begin(max_turn_tokens=5)
+    world.reply(max_turn_tokens=3)
+    assert world.speak(100, END).max_tokens == 3
+    world.reply(7, max_turn_tokens=9)
+    assert world.speak(101, END).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_response", "reply", "requested"),
+    [({"max_turns": 1}, 20, 1, 20), ({}, 6, 4, 6), ({}, 7, 4, 7), ({"max_turn_tokens": 3}, 20, 1, 3)],
+)
+def test_limits_cut_conversations(limits: dict[str, int], max_response: int, reply: int, requested: int) -> None:
+    """Turns of 2 tokens: a reply of 4 leaves no room for a turn in 6 tokens, and room for one token in 7."""
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=max_response), **limits)
+    world.reply()
+    assert world.speak(100, END).max_tokens == requested
+    world.reply(*[7] * reply, reward=0.5)
+    if limits == {"max_turns": 1} or max_response == 6:
+        sample = sample_of(group)
+        assert sample.finish_reason is FinishReason.LENGTH
+        # The reply that nobody reads is left out; its reward counts.
+        assert sample.response_token_ids.tolist() == [100, END]
+        assert sample.turn_rewards.tolist() == [0, 0.5]
+    else:
+        assert world.requests[0][0].max_tokens == (1 if max_response == 7 else 3)
+
+
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.REPETITION])
 def test_a_turn_that_its_limit_or_the_engine_cuts_gets_a_reply_and_one_that_the_conversation_cuts_none(
     reason: FinishReason,
@@ -229,6 +261,19 @@ def test_a_failure_ends_the_sample_alone() -> None:
     assert (failed.episode.failure, failed.episode.reason) == ("raised", "KeyError: 'x'")
 
 
+def test_a_prefix_that_is_a_whole_turn_goes_to_the_environment() -> None:
+    prefix = Prefix(token_ids=(50, END), is_complete=True)
+    world, _, group = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
+    world.reply()
+    assert world.acts == [TurnRequest(token_ids=(50, END), turn=0, num_before=2)]
+    world.reply(7)
+    request = world.speak(100, END)
+    assert (request.token_ids, request.num_before) == ((5, 6, 50, END, 7), 0)
+    world.reply(done=True)
+    sources = [segment.source for segment in sample_of(group).segments]
+    assert sources[1:] == [SegmentSource.DEMONSTRATION, SegmentSource.ENVIRONMENT, SegmentSource.POLICY]
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_conversation_that_begins_again_keeps_its_demonstration(is_whole: bool) -> None:
     prefix = Prefix(token_ids=(50, END) if is_whole else (50,), is_complete=is_whole)
@@ -251,6 +296,47 @@ def test_a_conversation_that_begins_again_keeps_its_demonstration(is_whole: bool
     assert sample.turn_rewards.sum() == 0.25
     assert sample.episode is not None
     assert sample.episode.num_turns == 1
+
+
+def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot_go_on() -> None:
+    world, _, _ = begin()
+    world.reply()
+    world.speak(100, END)
+    world.reply(7)
+    # The host dies while the engine writes the second turn; the environment is asked to go on after it.
+    world.lose(0, owes=False)
+    world.speak(101, END)
+    assert world.started[1] == StartRequest(prompt=PROMPT, turns=((100, END),))
+    world.reply()
+    assert world.acts[-1] == TurnRequest(token_ids=(101, END), turn=1, num_before=5)
+    # It dies again, while it owes a reply; this environment cannot go on.
+    world.lose(1, owes=True)
+    assert world.started[2].turns == ((100, END),)
+    world.reply(is_anew=True)
+    assert world.requests[0][0].token_ids == (5, 6)
+    assert world.requests[0][0].num_before == 0
+
+
+def test_what_an_environment_said_goes_with_the_turns_to_another_host() -> None:
+    """For a history that is rendered. The opening counts once, and nothing of a conversation that begins again."""
+    opening, answer, other = (
+        ChatPart(turn=turn, messages=(Message(role="user", content=text),), after=after)
+        for turn, text, after in ((0, "go", None), (1, "no", 0), (0, "begin", None))
+    )
+    world, _, group = begin()
+    world.reply(5, 6, 30, part=opening)
+    world.lose(0, owes=False)
+    world.speak(100, END)
+    world.reply(5, 6, 30, part=opening)
+    world.reply(7, part=answer)
+    world.lose(1, owes=False)
+    world.speak(101, END)
+    assert world.started[2] == StartRequest(prompt=PROMPT, turns=((100, END),), chat=(opening, answer))
+    world.reply(5, 6, 31, is_anew=True, part=other)
+    world.speak(102, END)
+    assert [episode_of(each).chat for each in group.parts.values()] == [(other,)]
+    world.reply(done=True, reward=1.0)
+    assert episode_of(sample_of(group)).chat == ()
 
 
 def test_a_conversation_that_owes_a_reply_in_two_deaths_fails() -> None:
@@ -367,6 +453,78 @@ def test_a_token_keeps_the_experts_of_the_request_that_first_read_it() -> None:
     assert sample.routed_experts[:, 1, 2].tolist() == [1, 1, 1, -1, 2, 2, 2, 4, 3, 3, -1, 4, 4, -1, 5, 6, 6, -1]
 
 
+def test_each_try_keeps_the_experts_of_its_own_request() -> None:
+    """Two tries after the prompt, a turn after the first of them, and two tries after the second."""
+    world, source, group = begin(max_tokens=40)
+    world.reply(num_tries=2)
+    # The second try is done first.
+    requests = [world.speak(101, END, expert=2, place=1), world.speak(100, END, expert=1)]
+    world.reply(7, after_turn=0)
+    requests.append(world.speak(102, END, expert=3))
+    world.reply(8, after_turn=1, num_tries=2)
+    requests.append(world.speak(103, END, expert=4))
+    # A checkpoint has all tries of a turn or none, so the experts of what they read are still to be recorded.
+    (saved,) = source.parts([group])
+    requests.append(world.speak(104, END, expert=5))
+    world.reply(done=True)
+    assert [request.num_routed for request in requests] == [0, 0, 3, 3, 3]
+    sample = sample_of(group)
+    assert sample.token_ids.tolist() == [5, 6, 100, END, 101, END, 7, 102, END, 8, 103, END, 104, END]
+    assert sample.routed_experts is not None
+    assert saved.routed_experts is not None
+    assert sample.routed_experts[:, 1, 2].tolist() == [1, 1, 1, 3, 2, 4, 3, 3, -1, 4, 4, -1, 5, -1]
+    assert saved.routed_experts[:, 1, 2].tolist() == [1, 1, 1, 3, 2, -1, 3, 3, -1, -1]
+    read = {path.row.token_ids[-2]: path.row.routed_experts for path in paths_of([row_from_sample(sample)])}
+    assert {int(token): each[:, 0, 0].tolist() for token, each in read.items() if each is not None} == {
+        100: [1, 1, 1, 3],
+        101: [1, 1, 2, 4],
+        102: [1, 1, 1, 3, 3, 3, -1],
+        103: [1, 1, 2, 4, 4, 4, -1],
+        104: [1, 1, 2, 4, 4, 5, -1],
+    }
+
+
+def test_a_conversation_that_begins_again_forgets_the_experts_of_its_tokens() -> None:
+    world, _, group = begin()
+    world.reply()
+    world.speak(100, END, expert=1)
+    world.reply(7)
+    world.speak(101, END, expert=2)
+    world.lose(0, owes=True)
+    world.reply(is_anew=True)
+    assert world.speak(102, END, expert=3).num_routed == 0
+    world.reply(done=True)
+    sample = sample_of(group)
+    assert sample.token_ids.tolist() == [5, 6, 102, END]
+    assert sample.routed_experts is not None
+    assert sample.routed_experts[:, 0, 0].tolist() == [3, 3, 3, -1]
+
+
+def test_every_token_counts_in_the_length_of_a_sample_that_forks() -> None:
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=7))
+    world.reply()
+    world.speak(100, END)
+    world.reply(7, 8, 9, is_context=True)
+    assert world.speak(101, END).max_tokens == 2
+    # Five of seven tokens are new to the sample in both; what is known already costs nothing.
+    world.reply(7, 8, 9, 101, END, 10, is_context=True)
+    assert sample_of(group).finish_reason is FinishReason.LENGTH
+
+
+def test_a_path_and_all_branches_have_limits_of_their_own() -> None:
+    """With 6 tokens after a prompt of 2 and 9 in all: the root 7 8 9 leaves 4 to the turn, of which 3 are used."""
+    world, _, group = begin(plan=replace(PLAN, max_response_tokens=6), max_tokens=9)
+    world.reply()
+    assert world.speak(100, END).max_tokens == 6
+    world.reply(7, 8, is_context=True)
+    assert world.speak(101, 102, END).max_tokens == 5
+    # The path 7 8 101 102 2 10 has room for 2 more, all branches together for 1.
+    world.reply(7, 8, 101, 102, END, 10, is_context=True)
+    assert world.speak(END).max_tokens == 1
+    world.reply(11, after_turn=0)
+    assert sample_of(group).finish_reason is FinishReason.LENGTH
+
+
 def test_a_turn_that_does_not_train_has_no_loss_token_wherever_it_was_interrupted() -> None:
     world, source, group = begin()
     world.reply()
@@ -469,6 +627,19 @@ def test_turns_of_several_chats_are_written_at_the_same_time_and_stand_in_their_
         Tries(3, 1, 1),
         Tries(4, 1, 2, place=1),
     )
+
+
+def test_tries_share_the_room_that_is_left_and_count_as_turns() -> None:
+    world, _, group = begin(max_tokens=14, max_turns=4)
+    world.reply()
+    world.speak(100, END)
+    # Of 14 tokens 3 are used, and 11 // 3 are left to each of three tries.
+    world.reply(7, num_tries=3)
+    assert [world.speak(101).max_tokens for _ in range(3)] == [3, 3, 3]
+    world.reply(8, after_turn=1)
+    sample = sample_of(group)
+    assert (sample.finish_reason, len(world.requests)) == (FinishReason.LENGTH, 0)
+    assert sample.response_token_ids.tolist() == [100, END, 7, 101, 101, 101]
 
 
 def test_tries_repeat_after_a_checkpoint_and_after_the_death_of_a_host() -> None:

@@ -1,5 +1,6 @@
 """What a run's configuration makes of its engine."""
 
+import functools
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from megarl.config import Config, from_dict
 from megarl.config.generation import Sampling
@@ -172,6 +174,60 @@ def test_engines_on_cuda_are_batch_invariant_where_it_is_asked_for(
     monkeypatch.setitem(sys.modules, "vllm", Importing(__path__=[], __spec__=None))
     VllmEngine(engine_spec(from_dict(Config, {"run": run})))
     assert set(seen) == {invariant}
+
+
+@pytest.mark.usefixtures("_no_platform_chosen")
+def test_engines_suspend_nccl_when_they_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    for asked in (False, True):
+        placement = {"offload": True, "suspend_nccl": asked}
+        told = engine_arguments(engine_spec(from_dict(Config, {"placement": placement})))
+        assert told["enable_sleep_mode"] is True
+        assert told.get("enable_nccl_comm_suspend", False) is asked
+    assert "enable_nccl_comm_suspend" in {field.name for field in fields(EngineArgs)}
+
+
+@pytest.mark.usefixtures("_no_platform_chosen")
+def test_a_layer_that_drafts_is_kept_while_its_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own worker finds what it keeps by the pattern: the drafter's weights, without those of the model."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    sleeps, drafts = {"placement": {"offload": True}}, {"rollout": {"engine": {"speculation": {"method": "mtp"}}}}
+    awake: dict[str, object] = {"placement": {"offload": False}} | drafts
+    for tree in (sleeps, awake):
+        assert "sleep_preserve_parameter_names" not in engine_arguments(engine_spec(from_dict(Config, tree)))
+    told = engine_arguments(engine_spec(from_dict(Config, sleeps | drafts)))
+    embedding = torch.nn.Embedding(2, 2)
+    drafter = torch.nn.ModuleDict({"embed": embedding, "layer": torch.nn.Linear(2, 2)})
+    model = torch.nn.ModuleDict({"embed": embedding, "layer": torch.nn.Linear(2, 2)})
+    worker = SimpleNamespace(
+        get_draft_model=lambda: drafter,
+        model_config=SimpleNamespace(sleep_preserve_parameter_names=told["sleep_preserve_parameter_names"]),
+    )
+    worker._get_sleep_parameters = functools.partial(Worker._get_sleep_parameters, worker)
+    # Parameters of CPUs are kept as they are, so these are said to be of another device.
+    copies = {"weight": torch.full((2, 2), 3.0), "bias": torch.full((2,), 5.0)}
+    found = worker._get_sleep_parameters(model)
+    monkeypatch.setattr(
+        worker,
+        "_get_sleep_parameters",
+        lambda _: {
+            name: SimpleNamespace(is_cpu=False, detach=lambda name=name: copies.get(name.split(".")[-1]))
+            for name in found
+        },
+    )
+    Worker._save_sleep_parameters(worker, model)
+    assert {name: value.tolist() for name, value in worker._sleep_saved_parameters.items()} == {
+        "draft.layer.weight": copies["weight"].tolist(),
+        "draft.layer.bias": copies["bias"].tolist(),
+    }
+    monkeypatch.setattr(worker, "_get_sleep_parameters", lambda _: found)
+    Worker._restore_sleep_parameters(worker, model)
+    assert torch.equal(drafter["layer"].weight, copies["weight"])
+    assert not torch.equal(model["layer"].weight, copies["weight"])
 
 
 def test_engines_capture_routing_where_it_is_replayed_from_them() -> None:

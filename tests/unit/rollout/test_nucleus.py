@@ -18,6 +18,12 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(np.exp(head.logprobs), [[0.75, 0.25, 0], [1, 0, 0], [0.5, 0.3, 0.2]], atol=1e-6)
 
 
+def test_columns_that_no_position_needs_are_left_out() -> None:
+    ids, logprobs = np.array([[6, 6, 1, 3]]), np.array([[0.0, 0.0, -np.inf, -np.inf]], dtype=np.float32)
+    assert nucleus_of(ids, logprobs)[0].tolist() == [[6]]
+    assert nucleus_of(ids[:0], logprobs[:0])[0].shape == (0, 1)
+
+
 def test_a_tie_at_the_last_place() -> None:
     """Token 8 ties with the third of three returned ones: p = 0.4, 0.2, 0.2 and 0.2, of which 0.8 are returned."""
     ids = np.array([[8, 5, 1, 7], [5, 5, 1, 7]])

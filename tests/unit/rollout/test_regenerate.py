@@ -62,6 +62,32 @@ def test_a_span_is_a_request_of_its_own() -> None:
     assert (request.seed, request.sampling.temperature) == (77, 0.7)
 
 
+def test_spans_of_a_conversation_that_forks_are_sampled_on_their_own_paths() -> None:
+    """A turn of five tokens by two versions, a branch within the prompt, and one that repeats it."""
+    segments = (
+        prompt_segment([1, 2, 3]),
+        written([5, 6, 7, 8, 9], [2, 2, 2, 3, 3]),
+        environment_segment([10]),
+        written([11, 12], [3, 3]),
+        environment_segment([]),
+        written([13], [3]),
+    )
+    forked = Sample(
+        uid="q",
+        sample_index=1,
+        seed=77,
+        segments=segments,
+        finish_reason=FinishReason.STOP,
+        forks=(Fork(8, 1), Fork(11, 2)),
+    )
+    assert [(span.start, span.end, span.before, span.num_before) for span in spans_of(Path("r"), forked)] == [
+        (0, 3, (1, 2, 3), 0),
+        (3, 5, (1, 2, 3, 5, 6, 7), 3),
+        (0, 2, (1, 2, 10), 5),
+        (0, 1, (1, 2, 3), 7),
+    ]
+
+
 @pytest.mark.parametrize(
     ("tokens", "logprobs", "message"),
     [
@@ -84,6 +110,30 @@ def test_differences_are_named(tokens: list[int], logprobs: list[float], message
     else:
         with pytest.raises(DataError, match=f"r: sample q/1 is sampled differently now: {message}"):
             last.compare(completion)
+
+
+def test_turns_of_several_chats_have_seeds_by_their_place() -> None:
+    """A turn, one more and two tries of another chat at the same time, and a turn after all of them."""
+    segments = [prompt_segment([1]), written([5, 6], [2, 2]), environment_segment([9]), written([10], [2])]
+    segments += [environment_segment([3]), written([11], [2]), environment_segment([]), written([12], [2])]
+    segments += [environment_segment([8]), written([14], [2])]
+    forked = Sample(
+        uid="q",
+        sample_index=1,
+        seed=77,
+        segments=tuple(segments),
+        finish_reason=FinishReason.STOP,
+        forks=(Fork(5, 0), Fork(7, 5), Fork(8, 4)),
+        episode=Episode(environment="e", num_turns=5, tries=(Tries(1, 1, 0), Tries(2, 2, 0, (), 1), Tries(4, 1, 1))),
+    )
+    spans = [(span.before, span.num_before, span.seed) for span in spans_of(Path("r"), forked)]
+    assert spans == [
+        ((1,), 0, 77),
+        ((1, 5, 6, 9), 2, 77),
+        ((1, 3), 2, try_seed(77, 1)),
+        ((1, 3), 2, try_seed(77, 2)),
+        ((1, 5, 6, 9, 10, 8), 5, 77),
+    ]
 
 
 def test_tries_have_seeds_of_their_own_and_do_not_count_each_other() -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.generation import Sampling
-from megarl.errors import DataError
+from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import (
@@ -144,6 +144,13 @@ def test_images_come_back_with_their_places(tmp_path: Path) -> None:
     assert told(read.prompts[PROMPT.uid].images) == [("a", [1], (1, 1))]
 
 
+def test_other_images_than_the_recorded_are_refused(tmp_path: Path) -> None:
+    write_record(record_path(tmp_path, 1), with_images("a"))
+    source, asked = ReplaySource(tmp_path), with_images("b").prompts[PROMPT.uid]
+    with pytest.raises(DataError, match="its prompts are not those of this step"):
+        begin_groups(source, [asked], plan(1))
+
+
 def test_what_environments_said_is_recorded_only_if_it_is_marked(tmp_path: Path) -> None:
     path, (first, second) = tmp_path / "talk.parquet", batch().samples
     write_record(path, batch())
@@ -216,6 +223,23 @@ def test_other_prompts_than_the_recorded_are_refused(tmp_path: Path, other: Prom
     source = ReplaySource(tmp_path)
     with pytest.raises(DataError, match=rf"step_000001\.parquet: .* \(first difference: {other.uid}\)"):
         begin_groups(source, [other], plan(1))
+
+
+def test_another_group_size_is_refused(tmp_path: Path) -> None:
+    write_record(record_path(tmp_path, 1), batch())
+    source = ReplaySource(tmp_path)
+    with pytest.raises(DataError, match=r"has 2 samples of sums:7; replay with rollout\.num_samples=2"):
+        begin_groups(source, [PROMPT], replace(plan(1), num_samples=8))
+
+
+def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
+    first, second = batch().samples
+    spoiled = replace(second.segments[-1], rollout_logprobs=np.asarray([-1.0, np.nan], dtype=np.float32))
+    samples = (first, replace(second, segments=(second.segments[0], spoiled)))
+    write_record(record_path(tmp_path, 3), RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=samples))
+    source = ReplaySource(tmp_path)
+    with pytest.raises(NonFiniteError, match="step 3: rollout log-probs of row sums:7/1 are not finite"):
+        begin_groups(source, [PROMPT], plan(3))
 
 
 def test_a_record_answers_several_submissions_of_its_step(tmp_path: Path) -> None:

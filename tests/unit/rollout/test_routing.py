@@ -111,6 +111,14 @@ def test_a_conversation_goes_first_and_stays_at_its_engine_unless_that_is_over_b
     assert place([replace(turn, engine=2)], engine(1), engine(0)) == [1]
 
 
+def test_free_kv_tokens() -> None:
+    """Two samples of a prompt of 3 tokens, of which one has 40; one of a prompt of 5 may have 10. 20 are expected."""
+    requests = {0: request(7, length=3), 1: request(7, length=3), 2: request(8, length=5, max_tokens=10)}
+    load = EngineLoad(kv_tokens=1000, written={0: 40}, cost=None)
+    assert free_kv_tokens(requests, load, typical=20.0, shares_prompts=True) == 1000 - (3 + 5) - (40 + 20 + 10)
+    assert free_kv_tokens(requests, load, typical=20.0, shares_prompts=False) == 1000 - (3 + 3 + 5) - (40 + 20 + 10)
+
+
 def test_equal_ids_that_show_other_images_are_other_prompts() -> None:
     a, b = (request(length=3, images=(RowImage(places=np.array([1]), digest=digest),)) for digest in "ab")
     assert deal_requests([a, b, a], [0, 1]) == [0, 1, 0]
@@ -160,6 +168,22 @@ def test_running_requests_move_to_an_idle_engine_where_that_pays() -> None:
     # One alone has nobody to leave; one engine at work does not take running ones.
     assert moves(engine(0), engine(1, written={0: 50})) == []
     assert moves(engine(1, written={0: 9}), busy) == []
+
+
+def test_of_running_requests_only_as_many_move_as_pay() -> None:
+    """With 15 tokens left, the second saves 15 · 20 ms, less than twice (0.1 + 0.067) s; the first 50 · 30 ms."""
+    cost = EngineStepCost(base_s=1.0, sequence_s=0.01, prompt_token_s=0.001)
+    busy = replace(engine(4, written={0: 50, 1: 15, 2: 5, 3: 5}), cost=cost)
+    assert moves(engine(0), busy) == [RequestMove(source=1, target=0, keys=(0,), goes_on=True)]
+
+
+def test_requests_that_end_with_a_text_stay_once_they_run() -> None:
+    """The text may begin before the move and end after it."""
+    busy = engine(4, written=dict.fromkeys(range(4), 50))
+    sampling = Sampling(temperature=1.0, stop=("</answer>",))
+    stopped = replace(busy, requests={key: replace(r, sampling=sampling) for key, r in busy.requests.items()})
+    assert len(moves(engine(0), busy)[0].keys) == 2
+    assert moves(engine(0), stopped) == []
 
 
 def test_samples_that_must_not_depend_on_time_stay_once_they_run() -> None:

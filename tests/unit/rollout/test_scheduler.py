@@ -53,6 +53,16 @@ def test_window_lets_its_tickets_pass_and_no_others() -> None:
     assert scheduler.takeable() == 3
 
 
+@pytest.mark.parametrize(
+    ("prompts_per_step", "staleness", "window", "expected"),
+    # η + ⌈(W − 1)/P⌉: nothing passes; one ticket does; a whole batch; a batch and one more.
+    [(4, 0, 1, 0), (4, 2, 1, 2), (4, 2, 2, 3), (4, 2, 5, 3), (4, 2, 6, 4), (1, 1, 3, 3)],
+)
+def test_max_lag(prompts_per_step: int, staleness: int, window: int, expected: int) -> None:
+    scheduler = Scheduler(prompts_per_step=prompts_per_step, staleness=staleness, window=window)
+    assert scheduler.max_lag == expected
+
+
 def test_the_window_bound_is_met_by_hand() -> None:
     """P = 1, η = 1, W = 3: ticket 1 is passed by 2 and 3, then nothing may pass, and it trains in step 4 with lag 3."""
     scheduler = Scheduler(prompts_per_step=1, staleness=1, window=3)

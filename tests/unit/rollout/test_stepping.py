@@ -154,6 +154,19 @@ def test_a_holder_comes_between_two_steps_of_another_thread(fails: bool) -> None
     assert [call for call in engine.calls if call != "step"] == ["sleep", "wake"]
 
 
+def test_two_threads_get_their_own_outputs() -> None:
+    stepper, answers = Stepper(CountingEngine()), dict[str, list[str]]()
+    threads = [
+        threading.Thread(target=lambda n=name: answers.update({n: texts(stepper.finish([50, 200], [n, n + n]))}))  # type: ignore[misc]
+        for name in ("a", "b")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert answers == {"a": ["a", "aa"], "b": ["b", "bb"]}
+
+
 def test_added_prompts_are_served_until_the_engine_closes() -> None:
     """While another thread waits for prompts of its own."""
     engine = CountingEngine()
@@ -228,6 +241,16 @@ def test_requests_that_vllm_ended_with_an_error_are_repeated() -> None:
     replies = (part for part, _ in stepper.serve() if part)
     assert [(key, output.text) for key, output in next(replies).items()] == [(7, "d")]
     assert stepper.work.num_errors == 4
+
+
+def test_requests_ask_for_the_adapters_of_their_time() -> None:
+    """Also those that begin again."""
+    engine = CountingEngine(num_errors=1)
+    stepper = Stepper(engine)
+    stepper.finish([1], ["a"])
+    stepper.adapters = "policy"  # type: ignore[assignment]
+    stepper.finish([1], ["b"])
+    assert engine.adapters == [None, None, "policy"]
 
 
 def test_a_request_that_always_ends_with_an_error_fails() -> None:

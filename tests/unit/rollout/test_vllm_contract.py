@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, AuxRequestOutput
 
 import megarl
@@ -187,6 +188,23 @@ def test_experts_are_recorded_where_megarl_has_none_and_once_per_token() -> None
     assert len(connector.take_output(request, {"a": AuxRequestOutput(5, np.zeros((1, 2, 1), np.uint8))})) == 0
 
 
+def test_what_loads_are_derived_from_is_there() -> None:
+    """vLLM's state of a request, also where its core is a process of its own, and the capacity of its KV cache."""
+    state = {
+        ast.unparse(target)
+        for node in ast.walk(tree_of(VLLM / "v1/engine/output_processor.py"))
+        if isinstance(node, ast.ClassDef) and node.name == "RequestState"
+        for each in ast.walk(node)
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+    }
+    names = ("request_id", "is_prefilling", "prompt_len", "num_cached_tokens", "detokenizer")
+    assert {f"self.{name}" for name in names} <= state
+    assert "def num_output_tokens(" in (VLLM / "v1/engine/detokenizer.py").read_text(encoding="utf-8")
+    for file in ("config/cache.py", "v1/engine/core_client.py", "v1/core/kv_cache_utils.py"):
+        assert "kv_cache_size_tokens" in (VLLM / file).read_text(encoding="utf-8")
+
+
 def test_a_sync_drops_what_connectors_keep_of_old_weights() -> None:
     """With kv_offloading_size, blocks of keys and values outlive vLLM's own cache in host memory."""
     engine = next(path for path in Path("megarl/rollout").glob("engine.py"))
@@ -242,3 +260,22 @@ def test_no_engine_worker_asks_for_the_default_device() -> None:
     opened = [ast.unparse(call) for call in calls(tree_of(IN_WORKERS[0])) if "Receiver" in ast.unparse(call.func)]
     assert len(opened) == 2
     assert all("worker.device" in call for call in opened)
+
+
+def test_a_loader_that_is_a_partial_function_survives_a_reload() -> None:
+    """MiniMax-M2's norms of queries and keys have such loaders."""
+    from vllm.model_executor.model_loader.reload.layerwise import _wrap_parameters_weight_loader
+
+    from megarl.rollout.worker_extension import name_loaders
+
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.weight_loader = functools.partial(default_loader, rank=1)  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match="__name__"):
+        _wrap_parameters_weight_loader(layer)
+    name_loaders(layer)
+    _wrap_parameters_weight_loader(layer)
+    assert layer.weight.weight_loader.__name__ == "online_process_loader"  # type: ignore[union-attr]
+
+
+def default_loader(parameter: torch.Tensor, loaded: torch.Tensor, *, rank: int) -> None:
+    parameter.data.copy_(loaded * rank)

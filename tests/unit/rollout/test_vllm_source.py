@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,33 @@ def test_the_last_sample_of_each_prompt_may_be_greedy() -> None:
     assert [request.sampling.temperature for request in engines.requests] == [0.7, 0.7, 0.0] * 2
 
 
+def test_nuclei_reach_the_samples() -> None:
+    class Truncated(EchoEngines):
+        """Every token was sampled from itself and token 7."""
+
+        def complete(self, request: GenerationRequest) -> Completion:
+            completion = super().complete(request)
+            ids = completion.token_ids.astype(np.int32)
+            return replace(completion, nucleus=np.stack([ids, np.full_like(ids, 7)], axis=1))
+
+    engines = Truncated()
+    source = VllmSource(engines)
+    prefixes = {("b", 1): Prefix(token_ids=(5,))}
+    groups = begin_groups(source, PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
+    assert all(request.with_nucleus for request in engines.requests)
+    nuclei = [sample.nucleus for sample in collect(engines.wait, groups, timeout_s=1.0).samples]
+    assert [nucleus if nucleus is None else nucleus.tolist() for nucleus in nuclei] == [
+        [[2, 7], [1, 7]],
+        [[2, 7], [1, 7]],
+        [[3, 7]],
+        # A given token was not sampled.
+        [[-1, -1], [5, 7], [3, 7]],
+    ]
+    assert not GenerationRequest(
+        token_ids=(1,), seed=0, sampling=Sampling(temperature=1.0, top_p=0.9, top_k=5), max_tokens=1
+    ).with_nucleus
+
+
 def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
     """Two layers, three experts per token: expert 10 · token + layer, whatever the place; the last token has none."""
 
@@ -124,6 +152,13 @@ def test_experts_of_all_computed_tokens_reach_the_samples() -> None:
     assert all(each is not None and each.shape[1:] == (2, 3) and (each[-1] == -1).all() for each in found)
 
 
+def test_what_ends_a_response_reaches_the_engine() -> None:
+    engines = EchoEngines()
+    sampling = Sampling(temperature=0.7, stop=("</answer>",), stop_token_ids=(7,))
+    begin_groups(VllmSource(engines), PROMPTS, replace(PLAN, sampling=sampling))
+    assert [request.sampling for request in engines.requests] == [sampling] * 4
+
+
 def test_samples_name_prompt_group_seed_and_weights() -> None:
     engines = EchoEngines()
     source = VllmSource(engines)
@@ -141,6 +176,12 @@ def test_samples_name_prompt_group_seed_and_weights() -> None:
     assert response.loss_mask.tolist() == [True, True]
     assert response.weight_versions.tolist() == [8, 9]
     assert sample.rollout_logprobs.tolist() == [-0.5, -0.5]
+
+
+def test_a_submission_may_be_collected_before_an_earlier_one() -> None:
+    source = VllmSource(engines := EchoEngines())
+    asked = [begin_groups(source, PROMPTS[:1], PLAN), begin_groups(source, PROMPTS[1:], PLAN)]
+    assert [collect(engines.wait, groups, timeout_s=1.0).samples[0].uid for groups in reversed(asked)] == ["b", "a"]
 
 
 def test_samples_go_on_where_they_were() -> None:
@@ -165,6 +206,14 @@ def test_samples_go_on_where_they_were() -> None:
     assert [s.token_ids.tolist() for s in second.segments] == [[1, 2], [2], [2, 2, 1]]
     assert [s.token_ids.tolist() for s in last.segments] == [[3], [5], [5], [5, 5, 3]]
     assert second.finish_reason is FinishReason.LENGTH
+
+
+def test_finished_samples_are_not_sampled_again() -> None:
+    source, engines = VllmSource(first := EchoEngines()), EchoEngines()
+    finished = collect(first.wait, begin_groups(source, PROMPTS, PLAN), timeout_s=1.0).samples
+    again = VllmSource(engines)
+    assert collect(engines.wait, begin_groups(again, PROMPTS, PLAN, begun=finished), timeout_s=1.0).samples == finished
+    assert engines.requests == []
 
 
 def test_nan_from_the_engine_names_step_and_row() -> None:
@@ -195,6 +244,56 @@ def test_samples_are_told_of_as_they_finish() -> None:
     order = [("a", 1), ("b", 1), ("b", 0), ("a", 0)]
     assert [(prompt.uid, sample.sample_index) for prompt, sample in told.samples] == order
     assert {id(sample) for _, sample in told.samples} == {id(sample) for sample in batch.samples}
+
+
+def test_long_responses_are_decoded_in_another_thread() -> None:
+    """The thread of the loop hears engines and hosts meanwhile; judges hear of samples in the order of their ends."""
+
+    class Reading(Told):
+        def __init__(self) -> None:
+            super().__init__()
+            self.threads, self.responses = list[threading.Thread](), list[str | None]()
+
+        def read(self, sample: Sample) -> str:
+            self.threads.append(threading.current_thread())
+            return f"{sample.uid}/{sample.sample_index}"
+
+        def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:
+            super().add(prompt, sample)
+            self.responses.append(response)
+
+    reading, source = Reading(), VllmSource(engines := EchoEngines())
+    prompts = [replace(PROMPTS[0], token_ids=tuple(range(2000))), PROMPTS[1]]
+    collect(engines.wait, begin_groups(source, prompts, PLAN, judging=reading), timeout_s=1.0)
+    assert reading.responses == [None, None, "a/1", "a/0"]
+    assert len(reading.threads) == 2
+    assert threading.current_thread() not in reading.threads
+
+
+def test_first_requests_share_the_tuple_of_their_prompt() -> None:
+    engines = EchoEngines()
+    begin_groups(VllmSource(engines), PROMPTS, PLAN)
+    assert all(request.token_ids in (PROMPTS[0].token_ids, PROMPTS[1].token_ids) for request in engines.requests)
+    assert {id(request.token_ids) for request in engines.requests} == {id(prompt.token_ids) for prompt in PROMPTS}
+
+
+def test_judges_read_one_sample_in_each_turn_of_the_loop() -> None:
+    """Here all samples finish in the same turn."""
+    now, read = [0], list[int]()
+
+    async def count() -> None:
+        while True:
+            now[0] += 1
+            await asyncio.sleep(0)
+
+    class Timed(Told):
+        def add(self, prompt: Prompt, sample: Sample, response: str | None = None) -> None:
+            read.append(now[0])
+
+    loop.spawn(count())
+    source = VllmSource(engines := EchoEngines())
+    collect(engines.wait, begin_groups(source, PROMPTS, replace(PLAN, num_samples=5), judging=Timed()), timeout_s=1.0)
+    assert len(read) == len(set(read)) == 10
 
 
 class FillingEngines(EchoEngines):

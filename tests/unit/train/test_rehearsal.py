@@ -1,5 +1,10 @@
 """Users' code is tried in a process of its own: what it does there harms nothing, and is named."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from megarl.run.evaluation.inputs import EvalRequest, open_eval_inputs
 from megarl.run.session_inputs import open_session_inputs
 from megarl.train import rehearsal
 from megarl.train.rehearsal import Findings, Trial, rehearse, try_out
+from tests.helpers.waiting import wait_until
 
 HEAD = """from megarl.algos.filters import GROUP_FILTERS
 from megarl.algos.kl import KL_ESTIMATORS
@@ -101,6 +107,36 @@ def test_code_that_never_returns_is_named(tmp_path: Path, body: str, message: st
     assert mistake.startswith(str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(mistake)
+
+
+STOPPED = """
+import sys
+from megarl.host import clock
+clock.TICK_S, clock.MOST_S = 0.05, 0.2
+from megarl.config.load import with_overrides
+from megarl.config.schema import Config
+from megarl.train.rehearsal import Trial, try_out
+config = with_overrides(Config(), [f"rewards.custom.path={sys.argv[1]}", "run.rehearsal_s=1"])
+print(try_out(Trial(config=config)).mistakes)
+"""
+
+
+def test_the_time_of_a_stop_does_not_count_and_no_proxy_is_asked_for_this_host(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text(
+        "import os, pathlib, time\nassert '127.0.0.1' in os.environ['NO_PROXY'].split(',')\n"
+        "pathlib.Path(__file__ + '.pid').write_text(str(os.getpid()))\ntime.sleep(0.3)\n"
+        "def reward_func(queries, prompts, labels):\n    return [1.0]\n"
+    )
+    command = [sys.executable, "-c", STOPPED, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asking:
+        tried = Path(f"{file}.pid")
+        wait_until(lambda: tried.exists() and tried.read_text() != "", "the trial", timeout_s=60.0)
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in (asking.pid, int(tried.read_text())):
+                os.kill(pid, signum)
+            # The machine's clock is the point: there is nothing to wait for.
+            time.sleep(1.5 * (signum == signal.SIGSTOP))
+        assert asking.communicate()[0] == "[]\n"
 
 
 def test_what_has_passed_is_tried_again_once_a_file_that_it_imports_changes(
