@@ -325,7 +325,7 @@ def _environment_overrides(request: SubmitRequest, config: EnvironmentConfig) ->
         raise ConfigError(f"--environment-nodes: is set, but {request.command} has no environments; remove it")
     placed = replace(config, nodes=nodes.num_nodes)
     placed.check("environment")
-    placed.require_cpus(nodes.cpus_per_node, "each of --environment-cpus-per-node")
+    placed.require_cpus(nodes.cpus_per_node, "a node of --environment-nodes")
     return [f"environment.nodes={nodes.num_nodes}"]
 
 

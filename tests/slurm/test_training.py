@@ -106,6 +106,7 @@ def test_an_asynchronous_run_on_nodes_of_two_kinds_outlives_an_engine(lab: Slurm
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_environments_on_a_node_of_their_own_outlive_a_worker(lab: SlurmLab, inputs: Path) -> None:
     """A heterogeneous job as `megarl slurm submit` writes it; it computes what a run does that has all on one node."""
     more = (*ONE_RANK, "data.val=[]", f"trainer.total_steps={STEPS}", "actor.optimizer.warmup_steps=0", *TREES)

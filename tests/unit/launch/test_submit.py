@@ -295,7 +295,7 @@ def test_environments_on_nodes_of_their_own_are_the_last_component() -> None:
     [
         (
             {"overrides": ("environment.hosts=33",)},
-            "environment.hosts: got 33 on 2 node(s), up to 17 on each, but each of",
+            "environment.hosts: got 33 on 2 node(s), up to 17 on each, but a node",
         ),
         ({}, "environment.nodes: got 2 with environment.hosts=1, so that a node would have nothing to do; raise"),
         (
