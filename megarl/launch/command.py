@@ -51,6 +51,13 @@ class JobCommand:
         """Return the component of a job that is for environments alone, if one is."""
         return groups[-1] if self.environment_nodes and len(groups) > 1 else None
 
+    def goes_on(self, groups: Sequence[HostGroup], lost: Sequence[str]) -> bool:
+        """Return whether a job of these components can start the run again without lost hosts: in a heterogeneous one,
+        only nodes of environments take over from each other.
+        """
+        own = self.environment_group(groups)
+        return own is None or {*lost} < {*own.hosts}
+
     def check_components(self, groups: Sequence[HostGroup]) -> None:
         """Raise ConfigError if `groups` are the components of a heterogeneous job that does not suit the run.
 

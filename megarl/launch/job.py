@@ -76,7 +76,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     DirectoryLock(command.directory, arguments.command).require_free()
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
-    driver, is_bare = _Driver(), False
+    driver, lacks, given = _Driver(), False, allocation.groups
     with keep_handlers(), shared_with(command.share, command.directory):
         for each in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
             signal.signal(each, driver.forward)
@@ -95,9 +95,9 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             allocation = allocation.without_lost()
             if allocation.lost:
                 say(f"lost so far: {', '.join(allocation.lost)}")
-            if is_bare := not all(group.hosts for group in allocation.groups):
+            if lacks := not command.goes_on(given, allocation.lost):
                 break
-    if code not in (0, EXIT_BAD_INPUT) and (is_bare or _wants_queue(driver.signals, allocation.job_id)):
+    if code not in (0, EXIT_BAD_INPUT) and (lacks or _wants_queue(driver.signals, allocation.job_id)):
         if attempts.num_fruitless() >= MAX_FRUITLESS:
             say(f"{MAX_FRUITLESS} times in a row the job had to stop before its first step: raise its time limit")
             return code

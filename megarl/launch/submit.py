@@ -185,11 +185,11 @@ def job_script(request: SubmitRequest) -> str:
     head, _, text = template.read_text(encoding="utf-8").partition(_AFTER_OPTIONS)
     first, *further = head.split(_NEXT_COMPONENT)
     options = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
-    # Otherwise Slurm ends a job that has lost a node.
+    # Otherwise Slurm ends a job that has lost a node; a heterogeneous one, too, if a component has but one.
     if request.num_spares:
         asked[0] = replace(asked[0].surviving(), num_nodes=asked[0].num_nodes + request.num_spares)
-    if request.environment_nodes is not None and asked[-1].num_nodes > 1:
-        asked[-1] = asked[-1].surviving()
+    if request.environment_nodes is not None and min(each.num_nodes for each in asked) > 1:
+        asked = [each.surviving() for each in asked]
     filled = [_fill(first, options, asked[0])]
     # Slurm gives further components the options of the whole job.
     filled += [_fill(further[0], {}, nodes) for nodes in asked[1:]]

@@ -95,6 +95,8 @@ def test_environments_have_the_last_component(settings: Sequence[str], hosts: li
     assert run.environment_group(groups) is groups[-1]
     run.check_components(components("h1 h2 h3 c1 c2"))
     assert run.environment_group(components("h1 h2 h3 c1 c2")) is None
+    lost = ([], ["c1"], ["c1", "c2"], ["h2"], ["c1", "h2"])
+    assert [run.goes_on(groups, each) for each in lost] == [True, True, False, False, False]
     assert run.on("h1:7", [*groups[:-1], *components("c2")])[-1] == "environment.nodes=1"
 
 

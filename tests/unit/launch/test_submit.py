@@ -268,7 +268,7 @@ ENVIRONMENTS = NodesRequest(num_nodes=2, gpus_per_node=0, cpus_per_node=16, sbat
 
 
 def test_environments_on_nodes_of_their_own_are_the_last_component() -> None:
-    """Their loss does not end the job, unless there is no other."""
+    """Slurm keeps a job that has lost one of them if every component has several nodes and says so."""
     engines = NodesRequest(num_nodes=2, gpus_per_node=8, cpus_per_node=32)
     request = replace(REQUEST, overrides=("environment.hosts=32",), environment_nodes=ENVIRONMENTS)
     more = replace(request, overrides=(*request.overrides, *SPLIT), engine_nodes=engines)
@@ -284,10 +284,11 @@ def test_environments_on_nodes_of_their_own_are_the_last_component() -> None:
             "#SBATCH --no-kill",
         ]
         assert len(earlier) == num_components - 1
-        assert "--no-kill" not in "".join(earlier)
+        assert all("#SBATCH --no-kill\n" in each for each in earlier)
         assert " environment.nodes=2 --resume" in body
     one = replace(request, overrides=(), environment_nodes=replace(ENVIRONMENTS, num_nodes=1))
-    assert "--no-kill" not in job_script(one)
+    of_engines = replace(more, engine_nodes=replace(engines, num_nodes=1, gpus_per_node=16))
+    assert ["--no-kill" in job_script(each) for each in (one, of_engines)] == [False, False]
 
 
 @pytest.mark.parametrize(
