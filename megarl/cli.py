@@ -19,19 +19,17 @@ from typing import NoReturn
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError, did_you_mean
 from megarl.forecast.cli import add_plan
+from megarl.host.activity import shown
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.paths import expand_arguments, looked_for_here
 from megarl.host.streams import name_anything, print_lines, write_anything
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
-from megarl.record.activity import shown
 from megarl.run.bisect import add_bisect
-from megarl.run.check_plugin import add_check_plugin
-from megarl.run.doctor import add_doctor
 from megarl.run.evaluation.cli import add_evaluation
 from megarl.run.gradients import add_compare_gradients
 from megarl.run.resume_option import ResumeOption
-from megarl.run.views import add_views
+from megarl.run.views import add_check_plugin, add_doctor, add_views
 
 TRAININGS = {
     "train": "train a policy by reinforcement learning",
@@ -86,7 +84,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     keys = commands.add_parser("config", help="find settings, files of configs/ and metrics by words of their meaning")
     keys.add_argument("--search", required=True, metavar="WORDS", help="what names or meanings have to contain")
     keys.set_defaults(run=_search)
-    add_slurm(commands, parse, tuple(TRAININGS), lambda run: import_module("megarl.forecast.step").planned_stop(run))
+    add_slurm(
+        commands,
+        parse,
+        tuple(TRAININGS),
+        lambda config: import_module("megarl.forecast.costs").planned_stop(
+            import_module("megarl.plan.sizes").size_run(config)
+        ),
+    )
     for add in (_add_serve_reward, add_check_plugin, add_doctor, add_bisect, add_compare_gradients, add_views):
         add(commands)
     for point in entry_points(group="megarl.commands"):
@@ -182,16 +187,16 @@ def _train(arguments: argparse.Namespace) -> None:
         with checked_for(named_target(config.cluster.target, gpus=None if arguments.device_gib is None else True)):
             warnings = check_plan(config, "train", overwrite=arguments.overwrite, resumes=bool(arguments.resume))
             from megarl.forecast.calibrate import calibrate
-            from megarl.forecast.step import planned_step
+            from megarl.forecast.costs import PUBLISHED, step_cost
             from megarl.plan.build import print_plan
 
-            own = arguments.calibration and calibrate(arguments.calibration)
+            constants = calibrate(arguments.calibration) if arguments.calibration else PUBLISHED
             print_plan(
                 config,
                 device_gib=arguments.device_gib,
                 as_json=arguments.json,
                 warnings=warnings,
-                forecast=lambda config, size: planned_step(config, device_bytes=size, constants=own).seconds,
+                forecast=lambda run: step_cost(run, constants=constants).seconds,
             )
         return
     if arguments.json or arguments.device_gib is not None or arguments.calibration is not None:
@@ -217,7 +222,7 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
         with checked_for(named_target(config.cluster.target)):
             command, resumes = arguments.command, bool(arguments.resume)
             warnings = check_plan(config, command, overwrite=arguments.overwrite, resumes=resumes)
-            from megarl.plan.supervised import print_supervised_plan
+            from megarl.plan.build import print_supervised_plan
 
             print_supervised_plan(command, config, as_json=arguments.json, warnings=warnings)
         return

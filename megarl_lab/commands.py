@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TypeAlias
 
+from megarl.host.activity import shown
 from megarl.host.exit_codes import EXIT_FAILED
 from megarl.host.streams import print_lines
-from megarl.record.activity import shown
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -17,17 +17,14 @@ from typing import Any
 
 import yaml
 
-from megarl.cluster.roles import by_layout
 from megarl.config.load import PACKAGED
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
-from megarl.forecast.costs import Constants, Hardware, step_cost, sync_seconds, train_parts
+from megarl.forecast.costs import H100_NODES, Constants, step_cost, sync_seconds, train_parts
 from megarl.host.device.platform import assuming
-from megarl.plan.devices import plan_devices
-from megarl.plan.run_plan import ShardPlan
-from megarl.plan.sizes import engine_bytes, needs_of, plan_engine, plan_shards
-from megarl.types.messages import RoleSpec
-from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.plan.sizes import Needs, SizedRun, engine_bytes, plan_engine, size_trainer
+from megarl.types import TokenQuantity
+from megarl.weights.families import read_model_spec
 
 PUBLISHED = Path(__file__).parent / "published.yaml"
 FITTED = ("step_s", "decode_s", "half_tokens", "stage_s")
@@ -116,13 +113,13 @@ def _layout(trainer: Sequence[int], gpus: int) -> dict[str, Any]:
     return sizes | dict(zip(("first_stage_layers", "last_stage_layers"), ends, strict=False))
 
 
-def _parsed(model: str, settings: Mapping[str, Any]) -> tuple[Config, ModelSpec, Sequence[RoleSpec], list[ShardPlan]]:
+def _parsed(model: str, settings: Mapping[str, Any], needed: Needs = frozenset()) -> SizedRun:
     directory = PACKAGED / "model" / "hf" / model
     own = {"model": {"path": model, "config_path": str(directory), "dtype": "bfloat16"}}
     config = from_dict(Config, {**own, **settings})
     spec = read_model_spec(directory, model, quantized=("mxfp4", "fp8"))
-    needed, roles = needs_of(config)
-    return config, spec, roles, plan_shards(config, roles, {role.role: spec for role in roles}, needed)
+    engine = plan_engine(config, spec.dims, engine_bytes(config, spec, config.rollout.engine.pp), DEVICE_BYTES)
+    return replace(size_trainer(config, spec, needed), engine=engine)
 
 
 def _step(source: str, row: Row) -> Case:
@@ -133,7 +130,7 @@ def _step(source: str, row: Row) -> Case:
     placement: dict[str, Any] = {"mode": "colocated", "offload": True, "trainer": _nodes(trainers)}
     if engines:
         placement = {"mode": "split", "trainer": _nodes(trainers), "engines": _nodes(engines)}
-    config, spec, roles, shards = _parsed(
+    run = _parsed(
         row["model"],
         {
             "data": {"train": ["train.parquet"], "max_prompt_tokens": PROMPT, "on_long_prompt": "drop"},
@@ -151,24 +148,14 @@ def _step(source: str, row: Row) -> Case:
                 "recompute": "full",
             },
         },
+        # The log-probs of all rows are computed once more.
+        frozenset([TokenQuantity.OLD_LOGPROBS]),
     )
-    planned = plan_engine(config, spec.dims, engine_bytes(config, spec, pp), DEVICE_BYTES)
-    devices = plan_devices(by_layout(roles), shards, planned, offload=config.placement.offload)
 
     @assuming("cuda")
     def predict(constants: Constants) -> float:
         own = replace(constants, mean_share=(mean - PROMPT) / (most - PROMPT))
-        # The log-probs of all rows are computed once more.
-        return step_cost(
-            config,
-            spec.dims,
-            shards,
-            devices,
-            planned,
-            num_forward_passes=1,
-            hardware=Hardware(),
-            constants=own,
-        ).total
+        return step_cost(run, constants=own).total
 
     place = f"{trainers} + {engines} GPUs, {staleness} off" if engines else f"{trainers} GPUs"
     return Case(source=source, name=f"step, {row['model']}, {place}", seconds=row["seconds"], predict=predict)
@@ -176,7 +163,7 @@ def _step(source: str, row: Row) -> Case:
 
 def _training(source: str, row: Row) -> Case:
     gpus, tokens, prompts = row["gpus"], row["tokens"], row["rows"] // 8
-    config, spec, _, shards = _parsed(
+    run = _parsed(
         row["model"],
         {
             "data": {"train": ["train.parquet"], "max_prompt_tokens": 1, "on_long_prompt": "drop"},
@@ -194,8 +181,7 @@ def _training(source: str, row: Row) -> Case:
     @assuming("cuda")
     def predict(constants: Constants) -> float:
         own = replace(constants, mean_share=1.0)
-        parts = train_parts(config, spec.dims, shards, num_forward_passes=0, hardware=Hardware(), constants=own)
-        return sum(parts.values())
+        return sum(train_parts(run, hardware=H100_NODES, constants=own).values())
 
     seconds = row["rows"] * tokens / gpus / row["tokens_per_s"]
     return Case(source=source, name=f"update, {row['model']}, {gpus} GPUs", seconds=seconds, predict=predict)
@@ -206,7 +192,7 @@ def _sync(source: str, row: Row) -> Case:
 
     def predict(constants: Constants) -> float:
         per_rank, stage = num_bytes / row["ranks"], num_bytes / row["stages"]
-        return sync_seconds(per_rank, stage, far=1.0, hardware=Hardware(), constants=constants)
+        return sync_seconds(per_rank, stage, far=1.0, hardware=H100_NODES, constants=constants)
 
     return Case(source=source, name=f"sync, {row['model']}", seconds=row["seconds"], predict=predict)
 

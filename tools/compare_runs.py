@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megarl.cli import exit_on_errors
 from megarl.report.run import load_runs
-from megarl_lab.comparison.figure import write_comparison_png
 from megarl_lab.comparison.groups import GROUPINGS, compare, group_runs
-from megarl_lab.comparison.table import comparison_text
+from megarl_lab.comparison.table import comparison_text, write_comparison_png
 
 
 def main() -> None:

@@ -24,8 +24,7 @@ def main() -> None:
     with exit_on_errors():
         import torch
 
-        from megarl_lab.study.leak import LeakStudy, measure
-        from megarl_lab.study.leak_output import write_results
+        from megarl_lab.study.leak import LeakStudy, measure, write_results
 
         # Models this small gain nothing from more, and threads that wait for each other slow a busy machine down.
         torch.set_num_threads(1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megarl.algos.build import build_algorithm
     from megarl.algos.composed import ComposedAlgorithm
     from megarl.algos.mismatch import MismatchSums, mismatch_sums
-    from megarl.algos.sft import SftAlgorithm
+    from megarl.algos.objectives import SftAlgorithm
 
 __all__ = ["ComposedAlgorithm", "MismatchSums", "SftAlgorithm", "build_algorithm", "mismatch_sums"]
 
@@ -23,6 +23,8 @@ if not TYPE_CHECKING:  # with it, a type checker would accept any name
         """Import an exported name on first use, so that processes without torch can import this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from megarl.algos import build, composed, mismatch, sft
+        from megarl.algos import build, composed, mismatch, objectives
 
-        return next(getattr(module, name) for module in (build, composed, mismatch, sft) if hasattr(module, name))
+        return next(
+            getattr(module, name) for module in (build, composed, mismatch, objectives) if hasattr(module, name)
+        )

@@ -1,24 +1,35 @@
-"""Define objectives for a user's own loop: cross-entropy, importance sampling, and functions of the user.
+"""Define objectives for a user's own loop (cross-entropy, importance sampling, and functions of the user), and
+supervised fine-tuning as an `Algorithm` without advantages, so that the trainer of RL can run it.
 
 All are sums over loss tokens. Where rows have the quantity `correction`, it is a weight per token, as in the losses of
 `POLICY_LOSSES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from megarl.algos.aggregation import count_rows
 from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.corrections import CORRECTION
+from megarl.algos.distill import comparison, weighed_divergence
 from megarl.algos.masked import kept, masked_sum, require_per_token
 from megarl.algos.policy_losses import MAX_LOG_RATIO, POLICY_LOSSES
-from megarl.algos.sft import SftAlgorithm, weighted
-from megarl.config.algo import PolicyLossConfig
-from megarl.config.torch_later import Tensor
+from megarl.config.algo import DistillConfig, PolicyLossConfig
+from megarl.config.torch_later import Tensor, torch
 from megarl.errors import ConfigError
 from megarl.registry import unknown_name
-from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch
+from megarl.types import (
+    AlgoState,
+    Denominators,
+    LossSums,
+    PolicyOutputs,
+    Row,
+    RowBatch,
+    ScoredBatch,
+    TokenQuantity,
+    ValueOutputs,
+)
 
 # Returns the loss [B, T] of each token; what it is outside the loss mask does not matter.
 TokenLoss: TypeAlias = Callable[[RowBatch, PolicyOutputs], Tensor]
@@ -73,6 +84,57 @@ class OwnObjective:
         return LossSums(objective={"tokens": masked_sum(weighted(per_token, rows), rows.loss_mask)})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftAlgorithm:
+    """An objective for fine-tuning: the mean of −logprobs over loss tokens, the cross-entropy to the data in nats.
+
+    Where rows have the quantity `correction`, it is a weight per token.
+
+    distill: with a teacher, coef times the mean divergence from it on these tokens, instead.
+    """
+
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({CORRECTION})
+
+    def requires(self) -> frozenset[TokenQuantity]:
+        return frozenset()
+
+    def initial_state(self) -> AlgoState:
+        return AlgoState()
+
+    def advantages(self, batch: ScoredBatch, state: AlgoState) -> NoReturn:
+        raise TypeError("supervised fine-tuning has no advantages; update on the rows directly")
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
+
+    def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
+        nll = masked_sum(weighted(-out.logprobs, rows), rows.loss_mask)
+        metrics = {"sft/nll": nll.detach()}
+        if not self.distill.is_dense:
+            return LossSums(objective={"tokens": nll}, metrics={"tokens": metrics})
+        divergence = masked_sum(weighed_divergence(rows, out, self.distill), rows.loss_mask)
+        found = {name: masked_sum(values, rows.loss_mask) for name, values in comparison(out, self.distill).items()}
+        metrics |= {"distill/loss": divergence.detach(), **found}
+        return LossSums(objective={"tokens": divergence}, metrics={"tokens": metrics})
+
+    def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
+        return state
+
+
+def weighted(per_token: Tensor, rows: RowBatch) -> Tensor:
+    """Return values [B, T] times the rows' weights per token, if they have any.
+
+    >>> weighted(tensor([[2.0, 3.0]]), rows([[1, 1]], correction=[[0.5, 0.0]])).tolist()
+    [[1.0, 0.0]]
+    """
+    if CORRECTION not in rows.quantities:
+        return per_token
+    return per_token * kept(rows.quantity(CORRECTION), rows.loss_mask)
+
+
 OBJECTIVES: Mapping[str, Callable[[], Any]] = {
     "cross_entropy": SftAlgorithm,
     "importance_sampling": ImportanceSampling,
@@ -102,3 +164,43 @@ def objective_by_name(name: str, algorithm: ComposedAlgorithm) -> Any:
             "megarl train, or another objective"
         )
     return replace(algorithm, cfg=replace(algorithm.cfg, policy_loss=PolicyLossConfig(name=name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """The critic's loss, PPO's: the mean over loss tokens of ½·max((v − R)², (clip(v, v_old ± clip) − R)²). It follows
+    the reference code of arXiv:1707.06347. R is the row's quantity `returns`, v_old its `values`; with `clip`
+    None, there is no second term and no need for `values`.
+    """
+
+    clip: float | None = None
+
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"returns", "values"})
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        """Count the loss tokens of an optimizer mini-batch, because the loss is a mean over tokens."""
+        return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
+
+    def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
+        """Sum the loss over a micro-batch; metrics: `critic/{vf_loss,vf_clipfrac,vpred_mean}`."""
+        mask = rows.loss_mask
+        values, returns = kept(out.values, mask), kept(rows.quantity("returns"), mask)
+        error = (values - returns).square()
+        clipped = torch.zeros_like(error)
+        if self.clip is not None:
+            old = kept(rows.quantity("values"), mask)
+            near_old = values.clamp(old - self.clip, old + self.clip)
+            clipped = (near_old - returns).square()
+        loss = masked_sum(0.5 * torch.maximum(error, clipped), mask)
+        return LossSums(
+            objective={"tokens": loss},
+            metrics={
+                "tokens": {
+                    "critic/vf_loss": loss.detach(),
+                    "critic/vf_clipfrac": masked_sum((clipped > error).to(error.dtype), mask),
+                    "critic/vpred_mean": values.detach().sum(),
+                }
+            },
+        )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from megarl.bisect.departure import Departure, Explanation, distance
-from megarl.bisect.experts import RoutedMlps, expert_causes
 from megarl.bisect.operations import (
     ACTIVATIONS,
     Add,
@@ -21,6 +20,8 @@ from megarl.bisect.operations import (
     LogitsHead,
     Norm,
     Rotation,
+    RoutedMlps,
+    expert_causes,
 )
 from megarl.bisect.rules import frequencies
 from megarl.bisect.weights import other_weights, weight_causes

@@ -1,11 +1,13 @@
 """Compute each tensor of a forward pass in float32 from those before it, as plainly as a textbook."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from megarl.weights.dims import Experts
 from megarl.weights.rules import Activation
 
 
@@ -188,3 +190,132 @@ class LogitsHead:
         if self.padding:
             total = torch.logaddexp(total, torch.tensor(float(self.padding)).log())
         return logits.gather(-1, self.ids[:, None])[:, 0] - total
+
+
+# Tokens whose last chosen and first other expert are closer than this share of the largest logit may be routed to
+# either by rounding.
+_NEAR = 2.0**-6
+# How many equal parts of a layer's experts ranks may have.
+_PARTS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The weights of one expert: gate and up [F, H], down [H, F]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+    def compute(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        hidden = GateUp(x=x, gate=self.gate, up=self.up, activation=activation).compute()
+        return F.linear(hidden, self.down.float())
+
+    @property
+    def interchanged(self) -> "Mlp":
+        return replace(self, gate=self.up, up=self.gate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedMlps:
+    """Σ_e w_e · MLP_e(x) [T, H] over the experts e that the router chose for a token, plus those that all tokens share.
+
+    router: [E, H]. bias: [E], added to scores only to choose. told: what one side computed, which is returned for
+    tokens that rounding may route to others.
+    """
+
+    x: torch.Tensor
+    router: torch.Tensor
+    bias: torch.Tensor | None
+    experts: Experts
+    mlps: Sequence[Mlp]
+    shared: Mlp | None
+    shared_gate: torch.Tensor | None
+    activation: Activation
+    told: torch.Tensor | None
+
+    def route(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return weights and numbers of each token's experts, both [T, k], and whether rounding may change them [T]."""
+        logits, routing, k = F.linear(self.x, self.router.float()), self.experts.routing, self.experts.per_token
+        scores = logits.sigmoid() if routing is not None and routing.biased else logits.softmax(-1)
+        rated = scores if self.bias is None else scores + self.bias.float()
+        if routing is not None and routing.num_groups > 1:
+            groups = rated.unflatten(1, (routing.num_groups, -1))
+            best = groups.topk(routing.group_rating, -1).values.sum(-1).topk(routing.groups_per_token, -1).indices
+            eligible = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, value=True)
+            rated = groups.masked_fill(~eligible[..., None], -torch.inf).flatten(1)
+        ordered, numbers = rated.sort(-1, descending=True)
+        chosen = numbers[:, :k]
+        weights = scores.gather(1, chosen)
+        if self.experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        near = torch.zeros(len(rated), dtype=torch.bool)
+        if k < rated.shape[1]:
+            # By how far a logit's rounding moves a score.
+            moved = _NEAR * logits.abs().amax(-1) * scores.gather(1, numbers[:, k - 1 : k + 1]).amax(-1)
+            near = ordered[:, k - 1] - ordered[:, k] < moved
+        return weights * (1.0 if routing is None else routing.scale), chosen, near
+
+    def compute(self) -> torch.Tensor:
+        weights, chosen, near = self.route()
+        total = torch.zeros_like(self.x)
+        for expert in chosen.unique().tolist():
+            tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+            made = self.mlps[expert].compute(self.x[tokens], self.activation)
+            total.index_add_(0, tokens, made * weights[tokens, slots, None])
+        if self.shared is not None:
+            shared = self.shared.compute(self.x, self.activation)
+            gate = 1.0 if self.shared_gate is None else F.linear(self.x, self.shared_gate.float()).sigmoid()
+            total += gate * shared
+        return total if self.told is None else torch.where(near[:, None], self.told, total)
+
+
+def expert_causes(
+    operation: RoutedMlps, told: torch.Tensor, limit: float, others: Sequence[tuple[str, str, RoutedMlps]]
+) -> Iterator[tuple[str, str, RoutedMlps]]:
+    """Yield what may be wrong with experts: name, words, and the operation with that.
+
+    others: the operation with an earlier version's weights or another layer's. limit: how far rounding reaches.
+    """
+    swapped = replace(operation, mlps=[each.interchanged for each in operation.mlps])
+    yield "gate and up", "gate and up of all routed experts are interchanged", swapped
+    yield from _of_routing(operation)
+    for name, words, other in others:
+        yield name, f"router, {words}", replace(operation, router=other.router, bias=other.bias)
+        yield name, f"all routed experts, {words}", replace(operation, mlps=other.mlps)
+        yield name, f"shared experts, {words}", replace(operation, shared=other.shared)
+        yield name, f"router and experts, {words}", replace(other, x=operation.x, told=operation.told)
+    num = len(operation.mlps)
+    for parts in (n for n in _PARTS if num % n == 0):
+        turned = [operation.mlps[(i + num // parts) % num] for i in range(num)]
+        words = f"each expert has the weights of the one that is {num // parts} further on"
+        yield "misplaced weight", words, replace(operation, mlps=turned)
+    _, chosen, near = operation.route()
+    wrong = ((told - operation.compute()).abs().amax(-1) > limit) & ~near
+    common = set.intersection(*(set(row) for row in chosen[wrong].tolist())) if wrong.any() else set[int]()
+    for expert in sorted(common):
+        mlp = operation.mlps[expert]
+        zero = replace(mlp, down=torch.zeros_like(mlp.down))
+        tried = [("gate and up", "gate and up are interchanged", mlp.interchanged), ("missing weight", "zero", zero)]
+        tried += [(name, words, other.mlps[expert]) for name, words, other in others]
+        tried += [("misplaced weight", f"as expert {i}", each) for i, each in enumerate(operation.mlps) if i != expert]
+        for name, words, given in tried:
+            mlps = [given if i == expert else each for i, each in enumerate(operation.mlps)]
+            yield name, f"expert {expert}: {words}", replace(operation, mlps=mlps)
+
+
+def _of_routing(operation: RoutedMlps) -> Iterator[tuple[str, str, RoutedMlps]]:
+    experts = operation.experts
+    has, other = ("sum to 1", "do not") if experts.normalized else ("do not sum to 1", "do")
+    words = f"weights of a token's experts {has} in this model, here they {other}"
+    yield "routing weights", words, replace(operation, experts=replace(experts, normalized=not experts.normalized))
+    if experts.routing is not None and experts.routing.scale != 1:
+        plain = replace(experts, routing=replace(experts.routing, scale=1.0))
+        words = f"routed experts are not multiplied by {experts.routing.scale:.6g}"
+        yield "multiplier", words, replace(operation, experts=plain)
+    if operation.bias is not None:
+        yield "bias", "the router's bias is left out where experts are chosen", replace(operation, bias=None)
+    if operation.shared is not None:
+        yield "shared experts", "the shared experts are left out", replace(operation, shared=None)
+    if operation.shared_gate is not None:
+        yield "shared experts", "their output is not multiplied by its gate", replace(operation, shared_gate=None)

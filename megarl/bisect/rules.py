@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from megarl.bisect.experts import Mlp, RoutedMlps
 from megarl.bisect.operations import (
     ACTIVATIONS,
     Add,
@@ -16,8 +15,10 @@ from megarl.bisect.operations import (
     LayerOperation,
     Linear,
     LogitsHead,
+    Mlp,
     Norm,
     Rotation,
+    RoutedMlps,
 )
 from megarl.types.passes import PassPlace, Probe, Told, merged
 from megarl.weights.families import ModelSpec, PlacedRule, read_model_spec

@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from megarl.bisect.departure import Departure
-from megarl.bisect.experts import RoutedMlps
-from megarl.bisect.operations import Embed, LayerOperation, Linear, LogitsHead, Norm
+from megarl.bisect.operations import Embed, LayerOperation, Linear, LogitsHead, Norm, RoutedMlps
 from megarl.types.passes import Probe
 
 STALE, MISPLACED, MISSING = "stale weight", "misplaced weight", "missing weight"

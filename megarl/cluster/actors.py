@@ -12,7 +12,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from megarl.cluster.ending import end_run_processes, is_alive
+from megarl.cluster.ray_session import end_run_processes, is_alive
 from megarl.cluster.remotes import Location, P, PendingCall, Process, R, in_group, results
 from megarl.cluster.row_shards import RowShard
 from megarl.cluster.stacks import write_stacks_on_signal

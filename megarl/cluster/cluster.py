@@ -24,7 +24,7 @@ from megarl.cluster.processes import living_results, locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.remotes import A_co, Process, results
 from megarl.cluster.reservation import Reservation, spread_environments
-from megarl.cluster.roles import actor_role, by_layout, check_serves
+from megarl.cluster.roles import actor_role, by_layout, check_serves, engine_spec
 from megarl.cluster.supervisor import EngineSupervisor, WeightSync
 from megarl.cluster.sync_plan import engine_ranks, plan_input_of, sent_spec
 from megarl.cluster.workers import RankGroup, RoleWorkers
@@ -33,13 +33,12 @@ from megarl.config.schema import Config
 from megarl.environments.worker import WorkerSpec
 from megarl.errors import RunStopped, WorkerError
 from megarl.host import loop
+from megarl.host.activity import doing
 from megarl.host.clock import awake_s
 from megarl.host.device.platform import platform
 from megarl.host.ray_environment import keep_worker_logs
 from megarl.parallel.worker import RankWorker
-from megarl.record.activity import doing
 from megarl.record.growth import GrowthWatch
-from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.routing import router_of
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.transport.casts import sent_specs

@@ -11,9 +11,8 @@ from megarl.cluster.actors import EngineActor
 from megarl.cluster.episodes import EnvironmentWorkers
 from megarl.cluster.processes import Watchdog, explained, is_replaceable, living_results, wait_all
 from megarl.cluster.remotes import PendingCall, Process, R, Remote, Stream
-from megarl.host import loop
+from megarl.host import activity, loop
 from megarl.host.clock import awake_s
-from megarl.record import activity
 from megarl.rollout.engine import Completion, EngineReply, GenerationRequest, VllmEngine
 from megarl.rollout.routing import InTurns, RequestMove, Router
 from megarl.rollout.source import Doing, generating

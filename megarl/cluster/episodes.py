@@ -17,11 +17,10 @@ from megarl.cluster.remotes import Process, Remote, Stream
 from megarl.cluster.reservation import RayNode, spread_environments
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec, sendable
 from megarl.errors import EngineDiedError, WorkerError
-from megarl.host import loop
+from megarl.host import activity, loop
 from megarl.host.child_environment import limit_environment
 from megarl.host.clock import awake_s
 from megarl.host.streams import print_lines
-from megarl.record import activity
 from megarl.rollout.conversations import Conversation, WorkerLostError
 from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, TurnRequest
 

@@ -10,8 +10,8 @@ import psutil
 import ray
 
 from megarl.cluster.actors import RunActor
-from megarl.cluster.ending import END_TIMEOUT_S, end_run_processes
 from megarl.cluster.judge_key import KEY_VARIABLE, RequireKey
+from megarl.cluster.ray_session import END_TIMEOUT_S, end_run_processes
 from megarl.config.judges import JudgeServerConfig
 from megarl.errors import WorkerError
 from megarl.host.child_environment import SAFE_PATH, child_environment, python_module

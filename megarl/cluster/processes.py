@@ -7,16 +7,14 @@ from typing import Any, TypeAlias
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from megarl.cluster.ending import end_at
-from megarl.cluster.ray_session import GONE_S, lost_ray
+from megarl.cluster.ray_session import GONE_S, end_at, lost_ray
 from megarl.cluster.remotes import A_co, PendingCall, Process, R, Remote, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
-from megarl.host import loop
+from megarl.host import activity, loop
 from megarl.host.clock import awake_s
 from megarl.host.stage import read_stage
 from megarl.host.user_code import place_in
-from megarl.record import activity
 
 # A future of whatever type: no other one stands for all of them, since futures take results, too.
 Waited: TypeAlias = "asyncio.Future[Any]"

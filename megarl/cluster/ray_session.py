@@ -1,11 +1,12 @@
-"""Start Ray on this host for one run, or join a Ray cluster that is already running."""
+"""Start Ray on this host for one run, or join a Ray cluster that runs already; end processes on any of its hosts."""
 
+import contextlib
 import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +17,63 @@ from ray._private import ray_constants, services
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.ending import is_alive
 from megarl.cluster.object_store import LEAST_MIB
 from megarl.cluster.ray_failures import TIMED_OUT, explain, known_remedy
+from megarl.cluster.remotes import Location, got
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.host.clock import awake_s
-from megarl.host.janitor import HOSTED_RUN_VARIABLE
+from megarl.host.janitor import HOSTED_RUN_VARIABLE, RUN_ID_VARIABLE
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import fresh_token
 from megarl.host.reach import CONNECT_S, why_not
 from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
 from megarl.host.temp_dir import RAY_DIRECTORY
+
+# How long to wait for killed processes to be gone, and for a host to begin with it.
+END_TIMEOUT_S = 10.0
+
+
+def end_at(location: Location) -> None:
+    """Kill a process on its host, even if SIGSTOP has stopped it (`ray.kill` cannot); ignore a host that is gone."""
+    if location.host == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            process = psutil.Process(location.pid)
+            process.kill()
+            process.wait(END_TIMEOUT_S)
+        return
+    strategy = NodeAffinitySchedulingStrategy(location.host, soft=False)
+    task = ray.remote(num_cpus=0)(end_run_processes).options(scheduling_strategy=strategy)
+    with contextlib.suppress(RayError, GetTimeoutError):
+        got(task.remote([location.pid]), 2 * END_TIMEOUT_S)
+
+
+def end_run_processes(pids: Sequence[int]) -> None:
+    """Kill the given processes of this host, if they still live and belong to this run, and wait for their end."""
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    mine = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            if process.environ().get(RUN_ID_VARIABLE) == run_id:
+                process.kill()
+                mine.append(process)
+    deadline = awake_s() + END_TIMEOUT_S
+    while any(map(is_alive, mine)) and awake_s() < deadline:
+        time.sleep(0.05)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process lives. A zombie counts as dead, although psutil's `is_running` returns True for it."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
 
 # How often to start Ray on a busy machine, and how long to wait for the end of what has come up.
 TRIES, END_S = 3, 5.0

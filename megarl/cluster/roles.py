@@ -1,13 +1,17 @@
-"""Determine which models a run needs, which of them share trainer ranks, and whether started processes suit a run."""
+"""Determine which models and engines a run needs, which models share trainer ranks, and whether started processes suit
+a run.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megarl.config.check_distill import teachers_of
+from megarl.config.lora import sent_alone
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
-from megarl.rollout.engine_spec import engine_spec, max_logprobs
+from megarl.host.device.platform import platform
+from megarl.rollout.engine_spec import EngineSpec, max_logprobs
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec, Vision
 
@@ -131,6 +135,32 @@ def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, .
     """Group roles by layout, the actor's layout first; roles with the same layout share trainer ranks."""
     layouts = dict.fromkeys(role.layout for role in sorted(roles, key=lambda role: role.role is not Role.ACTOR))
     return {layout: tuple(role for role in roles if role.layout == layout) for layout in layouts}
+
+
+def engine_spec(config: Config) -> EngineSpec:
+    """Derive the engine's settings from a run's; by default the context holds the longest prompt and response."""
+    longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
+    needed = config.data.max_prompt_tokens + longest
+    engine = config.rollout.engine
+    if config.run.deterministic:
+        # A cached prefix was computed in another batch than a new one would be: bits would depend on earlier requests.
+        engine = replace(engine, prefix_caching=False)
+    return EngineSpec(
+        model_path=config.model.path,
+        dtype=engine.dtype or config.model.dtype,
+        seed=config.run.seed,
+        max_model_tokens=engine.max_model_tokens or needed,
+        config=engine,
+        can_sleep=config.placement.offload,
+        suspends_nccl=config.placement.suspend_nccl,
+        max_nucleus=max(config.rollout.top_k, 0),
+        head_tokens=config.rollout.head_tokens,
+        batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
+        captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
+        binds=config.placement.bind_numa,
+        lora=sent_alone(config.actor.lora),
+        vision=_vision(config, moves=True),
+    )
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:

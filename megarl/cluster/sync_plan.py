@@ -19,11 +19,10 @@ from megarl.config.schema import (
     SyncConfig,
 )
 from megarl.host.device.platform import Platform
-from megarl.sync.plan.assign import Holding
+from megarl.sync.plan.assign import Holding, best_neighbours, overlaps
 from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.plan.links import LinkSettings, LinkStatistics, Medium, link_statistics
-from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.transport.casts import sent_specs
 from megarl.sync.transport.process_plans import link_settings_of
 from megarl.weights.adapters import adapter_spec

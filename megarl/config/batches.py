@@ -1,8 +1,21 @@
-"""Compute how many rows and optimizer steps a training step has, how long rows are, and when the actor is trained."""
+"""Compute how many rows and optimizer steps a training step has, how large rows are, and when the actor is trained."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.schema import Config, TrainerConfig
+
+# Bytes of a token in a row: its id and its place in the loss mask; and of a number or an id beside it.
+_TOKEN_BYTES, _NUMBER_BYTES = 4 + 1, 4
+# Quantities of a token: a scoring pass returns log-probs and entropies; an update reads advantages, log-probs of the
+# old policy and of the reference, and the weight of a correction; with CPO three more.
+_NUM_SCORED, _NUM_READ, _NUM_READ_BY_CPO = 2, 4, 3
+# By supervised command, its section and the rows of each of its examples.
+_SUPERVISED: Mapping[str, tuple[str, int]] = {
+    "sft": ("sft", 1),
+    "train-reward": ("train_reward", 2),
+    "train-preference": ("train_preference", 2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +100,38 @@ def longest_row(config: Config, *, sft: bool) -> tuple[int, str]:
     if sft and config.sft.max_tokens is not None:
         return config.sft.max_tokens, f"sft.max_tokens={config.sft.max_tokens}"
     return max_path_tokens(config), max_path_terms(config)
+
+
+def pass_bytes(config: Config, command: str = "train", routing_bytes: int = 0) -> tuple[str, int]:
+    """Describe the rows of the largest pass of a command, and count its bytes if all rows have full length.
+
+    routing_bytes: those of each token's experts, where rows name them.
+    """
+    row = longest_row(config, sft=True)[0] if command == "sft" else max_row_tokens(config)
+    distill, num_recorded = config.algo.distill, config.rollout.head_tokens and config.rollout.head_tokens + 1
+    # The teacher's likeliest tokens are an id and a log-prob each; log-ratios come beside its log-probs.
+    top_k_bytes = 2 * _NUMBER_BYTES * (distill.asked_top_k or 0)
+    head_bytes = 2 * _NUMBER_BYTES * num_recorded
+    update = _TOKEN_BYTES + _NUMBER_BYTES * (_NUM_READ + 2 * distill.is_sampled) + top_k_bytes
+    if command in _SUPERVISED:
+        section, per_example = _SUPERVISED[command]
+        rows = getattr(config, section).batch_size * per_example
+        return f"{rows:,} rows of {row:,} tokens", rows * row * update
+    if command != "train":
+        return "no rows", 0
+    cpo, samples = config.algo.cpo, config.rollout.num_samples
+    extra_bytes = _NUMBER_BYTES * max(0, config.rollout.top_k) + routing_bytes
+    rows, tokens = config.trainer.prompts_per_step * samples, row
+    hinted, prompt_bytes = min(row + cpo.hint.max_tokens, config.actor.micro_batch_tokens), 0
+    if cpo.method != "none":
+        # In one pass with the plain rows come those with a hint, and perhaps those with another prompt's.
+        tokens += (1 + cpo.shuffled_baseline) * hinted
+        update += _NUMBER_BYTES * _NUM_READ_BY_CPO
+    elif distill.teacher == "hint":
+        tokens = max(tokens, (1 + distill.shuffled_baseline) * hinted)
+        # The share of each token that counts, and the prompt that the teacher reads in the update.
+        update += _NUMBER_BYTES
+        prompt_bytes = _NUMBER_BYTES * hinted * (distill.mode == "exact")
+    scored = rows * tokens * (_TOKEN_BYTES + _NUMBER_BYTES * _NUM_SCORED + extra_bytes + top_k_bytes)
+    updated = mini_batch_prompts(config.trainer) * samples * (row * (update + extra_bytes + head_bytes) + prompt_bytes)
+    return f"{rows:,} rows of {row:,} tokens", max(scored, updated)

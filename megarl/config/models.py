@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megarl.config.kernels import TRANSFORMER_ENGINE as _TRANSFORMER_ENGINE
-from megarl.config.kernels import require_kernels as _require_kernels
 from megarl.config.layout import LayoutConfig
 from megarl.config.lora import LoraConfig
+from megarl.config.optimizer import TRANSFORMER_ENGINE as _TRANSFORMER_ENGINE
 from megarl.config.optimizer import CriticOptimizerConfig, OptimizerConfig
+from megarl.config.optimizer import require_kernels as _require_kernels
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, Range, section, setting
 from megarl.config.target import has_package, known_devices, package_version

@@ -4,11 +4,22 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config.kernels import TRANSFORMER_ENGINE, require_kernels
 from megarl.config.setting import AT_LEAST_0, BELOW_1, FRACTION, POSITIVE, SHARE, Range, setting
-from megarl.config.target import package_version
+from megarl.config.target import has_package, package_version
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
+
+TRANSFORMER_ENGINE = "transformer_engine"
+
+
+def require_kernels(setting: str, package: str, remedy: str) -> None:
+    """Raise ConfigError unless this machine has CUDA and the package; the other arguments are parts of the message."""
+    here = platform()
+    if here.name != "cuda":
+        raise ConfigError(f"{setting}, which needs CUDA, but this is {here.name}; {remedy}")
+    if not has_package(package):
+        raise ConfigError(f"{setting}, which needs the package {package}, but it is not installed; {remedy}")
+
 
 _MUON_PACKAGE = "emerging-optimizers"
 # Its release for megatron-core 0.16 and for later ones, which pass other arguments; each with what pip installs.

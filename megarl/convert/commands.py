@@ -9,13 +9,11 @@ from pathlib import Path
 
 import torch
 
-from megarl.convert.dequantize import Mxfp4Reader
-from megarl.convert.dist_format import FORMAT_FILE, write_index
 from megarl.convert.engine import ConversionOutcome, ConvertSettings, carry_out
 from megarl.convert.mapping import model_parameters
-from megarl.convert.models import OpenModel, declared_dtype, open_model
+from megarl.convert.models import Mxfp4Reader, OpenModel, declared_dtype, open_model
 from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf
-from megarl.convert.readers import DistReader, SafetensorsReader
+from megarl.convert.readers import FORMAT_FILE, DistReader, SafetensorsReader, write_index
 from megarl.errors import ConfigError, DataError
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes

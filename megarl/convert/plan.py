@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megarl.convert.dist_format import empty_object, saved_size
 from megarl.convert.mapping import Parameter, extra_state_keys
+from megarl.convert.readers import empty_object, saved_size
 from megarl.errors import DataError
 from megarl.weights.dist_index import Chunk, StoredTensor
 from megarl.weights.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files

@@ -3,8 +3,7 @@
 from megarl.environments import code, games, gym, harness, mcp_tools, nemo_gym, openenv, packages, reasoning_gym, shell
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, SideRequest, open_environments, tools_of
-from megarl.environments.replies import check_replies
-from megarl.environments.tools import ToolEnvironment, ToolError
+from megarl.environments.tools import ToolEnvironment, ToolError, check_replies
 
 __all__ = [
     "ENVIRONMENTS",

@@ -5,17 +5,31 @@ import functools
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megarl.config.environments import EnvironmentConfig
 from megarl.data.images import read_parts, shows_image
-from megarl.environments.base import ENVIRONMENTS, MOST_REPLY_CHARS, Action, Environment, Reply, load_object
+from megarl.data.turns import InterTurnTokens
+from megarl.environments.base import (
+    ENVIRONMENTS,
+    MOST_REPLY_CHARS,
+    Action,
+    Environment,
+    Reply,
+    load_object,
+    open_environments,
+)
 from megarl.environments.calls import LateError, attempt, contained, describe, in_thread, message_of
 from megarl.environments.parsers import PARSERS, ToolCall, pattern_parser, read_calls
 from megarl.errors import ConfigError, WorkerError
 from megarl.types import Message, Prompt
 from megarl.types.turns import IMAGE_MARK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 KEY = "environment.entries.*.arguments"
 # A turn with more calls is one that repeats itself, and gets one error instead of thousands.
@@ -165,3 +179,16 @@ def without_middle(text: str, most: int) -> str:
     """Return a text, of which the middle is left out if it has more characters than `most`."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def check_replies(cfg: EnvironmentConfig, names: Collection[str], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Check that the chat template renders what the environments `names` of rows reply, results of tools included.
+
+    Raises ConfigError or DataError if it does not.
+    """
+    if not names:
+        return
+    inter_turn = InterTurnTokens(tokenizer)
+    makers = open_environments(cfg, sorted(names)).values()
+    if any(isinstance(maker.made_in_time(), ToolEnvironment) for maker in makers):
+        inter_turn.require_reply(cfg.tool_role)

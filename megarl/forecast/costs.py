@@ -43,13 +43,48 @@ from functools import cache
 
 from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
 from megarl.config.lora import sent_alone
-from megarl.config.schema import Config, LayoutConfig
-from megarl.forecast.lengths import alive
-from megarl.plan.memory import DTYPE_BYTES, gradient_bytes
+from megarl.config.schema import LayoutConfig
+from megarl.host.device.platform import assuming
+from megarl.plan.hosts import host_needs
+from megarl.plan.memory import DTYPE_BYTES, checkpoint_bytes, gradient_bytes
 from megarl.plan.recompute import recomputed_share
-from megarl.plan.run_plan import DevicePlan, EnginePlan, ShardPlan
-from megarl.record.performance import FORWARD_AND_BACKWARD, forward_flops
+from megarl.plan.run_plan import EnginePlan
+from megarl.plan.sizes import SizedRun, role_plan
+from megarl.record.performance import FORWARD_AND_BACKWARD, StopForecast, forward_flops
 from megarl.weights.families import Dims
+
+# A decode loop is summed at this many points; steeper densities than this have all responses at an end.
+POINTS, _STEEPEST = 16, 200.0
+
+
+@cache
+def alive(mean_share: float) -> tuple[float, ...]:
+    """Return which share of the responses is longer than each of `POINTS` midpoints of [0, limit].
+
+    Only the mean of lengths is known, so their density is that of the largest entropy on [0, 1]: θ·e^{θx}/(e^θ − 1),
+    uniform for a mean of a half (θ = 0), rising for a larger one.
+
+    >>> [round(share, 2) for share in alive(0.5)[:: POINTS // 4]]
+    [0.97, 0.72, 0.47, 0.22]
+    """
+    low, high = -_STEEPEST, _STEEPEST
+    for _ in range(60):
+        theta = (low + high) / 2
+        low, high = (theta, high) if _mean(theta) < mean_share else (low, theta)
+    if mean_share >= _mean(_STEEPEST):
+        return (1.0,) * POINTS
+    points = ((i + 0.5) / POINTS for i in range(POINTS))
+    if abs(theta) < 1e-6:
+        return tuple(1 - x for x in points)
+    return tuple(math.expm1(theta * (x - 1)) / math.expm1(-theta) for x in points)
+
+
+def _mean(theta: float) -> float:
+    return 0.5 if abs(theta) < 1e-6 else -1 / math.expm1(-theta) - 1 / theta
+
+
+# A node writes so much to shared storage per second, a low estimate.
+STORAGE_BYTES = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,34 +158,45 @@ class StepCost:
         return {name: getattr(self, name) for name in ("generate", "train", "sync", "fixed", "total")}
 
 
-def step_cost(
-    config: Config,
-    dims: Dims,
-    shards: list[ShardPlan],
-    devices: list[DevicePlan],
-    engine: EnginePlan,
-    *,
-    num_forward_passes: int,
-    hardware: Hardware,
-    constants: Constants,
-) -> StepCost:
-    """Estimate a step. num_forward_passes: passes over all rows before the update."""
-    layout = config.actor.layout
-    train = train_parts(
-        config, dims, shards, num_forward_passes=num_forward_passes, hardware=hardware, constants=constants
+H100_NODES, PUBLISHED = Hardware(), Constants()
+
+
+@assuming("cuda")
+def planned_stop(run: SizedRun) -> StopForecast:
+    """Forecast how long a run takes to stop, and what it needs of a host."""
+    cost, num_bytes = step_cost(run), 0.0
+    for role in (role for role in run.roles if role.trainable):
+        mine = [shard for shard in run.shards if shard.role == role.role]
+        # Only adapters are written, if there are any.
+        trained = sum(shard.num_trained_parameters for shard in mine) / sum(shard.num_parameters for shard in mine)
+        count = role_plan(role, run.specs[role.role]).num_parameters * min(1.0, trained)
+        num_bytes += checkpoint_bytes(int(count), DTYPE_BYTES[role.model.dtype], 1, shard=0, portable=False)
+    num_nodes = -(-run.config.actor.layout.world_size // H100_NODES.per_node)
+    return StopForecast(
+        step=cost.total,
+        uncut=cost.train + cost.sync,
+        checkpoint=num_bytes / num_nodes / STORAGE_BYTES,
+        host=host_needs(run),
     )
+
+
+def step_cost(run: SizedRun, *, hardware: Hardware = H100_NODES, constants: Constants = PUBLISHED) -> StepCost:
+    """Estimate a step of a run with engines."""
+    config, layout, engine = run.config, run.config.actor.layout, run.engine
+    assert engine is not None
+    train = train_parts(run, hardware=hardware, constants=constants)
     if config.placement.offload:
-        train["offload"] = 2 * max(each.offloaded for each in devices) / hardware.host
+        train["offload"] = 2 * max(each.offloaded for each in run.devices()) / hardware.host
     # A whole copy of the weights is spread over this many nodes, of which a worker's own holds one part.
     span = max(layout.tp * layout.cp, layout.ep * layout.etp)
     num_nodes = layout.pp * math.ceil(span / hardware.per_node) if layout.stage_size >= hardware.per_node else 1
     far = 1.0 if config.placement.mode == "split" else 1 - 1 / num_nodes
     # Adapters that are kept apart are all that is sent.
     adapters = sent_alone(config.actor.lora) is not None
-    trained, held = (sum(getattr(s, f"num_{kind}parameters") for s in shards) for kind in ("trained_", ""))
+    trained, held = (sum(getattr(s, f"num_{kind}parameters") for s in run.shards) for kind in ("trained_", ""))
     sent = engine.weights * (trained / held if adapters else 1)
     stage = sent * engine.tp * engine.pp / layout.pp
-    generate = generate_parts(config, dims, engine, hardware=hardware, constants=constants)
+    generate = generate_parts(run, hardware=hardware, constants=constants)
     overlaps = config.rollout.schedule.staleness > 0
     return StepCost(
         generate_parts={name: constants.generate * seconds for name, seconds in generate.items()},
@@ -167,19 +213,14 @@ def sync_seconds(received: float, stage: float, *, far: float, hardware: Hardwar
     return moved + constants.stage_s * stage / 1e9
 
 
-def train_parts(
-    config: Config,
-    dims: Dims,
-    shards: list[ShardPlan],
-    *,
-    num_forward_passes: int,
-    hardware: Hardware,
-    constants: Constants,
-) -> dict[str, float]:
-    """Estimate the seconds that parts of the training of a step take."""
+def train_parts(run: SizedRun, *, hardware: Hardware, constants: Constants) -> dict[str, float]:
+    """Estimate the seconds that parts of the training of a step take; what is computed before the update takes a pass
+    over all rows each.
+    """
+    config, dims, num_forward_passes = run.config, run.actor.dims, len(run.needed)
     layout, counts, limit = config.actor.layout, batch_counts(config), config.rollout.max_response_tokens
     row = max_row_tokens(config) - round((1 - constants.mean_share) * limit)
-    mine = [shard for shard in shards if shard.role == "actor"]
+    mine = [shard for shard in run.shards if shard.role == "actor"]
     chunk = max(shard.num_layers for shard in mine) / layout.virtual_pp
     recomputed = recomputed_share(config.actor, dims, num_tokens=row, chunk_layers=chunk)
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
@@ -232,10 +273,10 @@ def bubble(layout: LayoutConfig, micro_batches: float) -> float:
     return (layout.pp - 1) / (micro_batches * layout.virtual_pp)
 
 
-def generate_parts(
-    config: Config, dims: Dims, engine: EnginePlan, *, hardware: Hardware, constants: Constants
-) -> dict[str, float]:
+def generate_parts(run: SizedRun, *, hardware: Hardware, constants: Constants) -> dict[str, float]:
     """Estimate the seconds that parts of the generation of a step take on each engine, of which all do the same."""
+    config, dims, engine = run.config, run.actor.dims, run.engine
+    assert engine is not None
     settings, limit, schedule = config.rollout.engine, config.rollout.max_response_tokens, config.rollout.schedule
     rows = batch_counts(config).rows_per_step / settings.num_engines
     prompt = max_path_tokens(config) - limit
@@ -252,9 +293,9 @@ def generate_parts(
         any_left = 1 - (1 - share) ** at_once
         attended = prompt + (i + 0.5) / len(shares) * limit
         steps.append((any_left * limit / len(shares), max(1.0, at_once * share), attended))
-    parts = defaultdict[str, float](float)
+    parts, dtype_bytes = defaultdict[str, float](float), DTYPE_BYTES[config.model.dtype]
     for count, running, attended in steps:
-        for name, seconds in _decode_step(config, dims, engine, running, attended, hardware).items():
+        for name, seconds in _decode_step(dtype_bytes, dims, engine, running, attended, hardware).items():
             parts[name] += count * seconds
         parts["decode steps"] += count * constants.decode_s
     prefilled = rows / config.rollout.num_samples * forward_flops(dims, num_tokens=prompt, num_head_tokens=0)
@@ -263,12 +304,12 @@ def generate_parts(
 
 
 def _decode_step(
-    config: Config, dims: Dims, engine: EnginePlan, running: float, attended: float, hardware: Hardware
+    dtype_bytes: int, dims: Dims, engine: EnginePlan, running: float, attended: float, hardware: Hardware
 ) -> dict[str, float]:
     """Estimate the parts of a decode step of that many sequences, which attend to that many tokens each."""
-    tp, turns = config.rollout.engine.tp, config.rollout.engine.pp
+    tp, turns = engine.tp, engine.pp
     reduces = 2 * dims.num_layers
-    states: float = running * dims.hidden * DTYPE_BYTES[config.model.dtype]
+    states: float = running * dims.hidden * dtype_bytes
     reduced = reduces / turns * 2 * states * (tp - 1) / tp
     exchanged = {
         "all-reduces": reduces * (tp > 1) * hardware.latency_s + hardware.seconds(reduced, tp),
@@ -279,7 +320,7 @@ def _decode_step(
         "reading weights": turns * engine.weights * read_share(dims, max(1.0, running / turns)) / hardware.hbm,
         "reading keys and values": running * attended * engine.kv_bytes_per_token / hardware.hbm,
     }
-    compute = running * _token_flops(dims) / config.rollout.engine.num_workers / hardware.flops
+    compute = running * _token_flops(dims) / (tp * turns) / hardware.flops
     return ({"compute": compute} if compute > sum(reading.values()) else reading) | exchanged
 
 

@@ -13,7 +13,7 @@ from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.forecast.costs import Constants, Hardware
-from megarl.plan.derive import ENGINE_SHARE
+from megarl.plan.recompute import ENGINE_SHARE
 from megarl.plan.sizes import engine_bytes, plan_engine
 from megarl.weights.families import ModelSpec, read_model_spec
 

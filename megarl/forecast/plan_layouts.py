@@ -34,7 +34,7 @@ def to_json(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> str:
             "peak_bytes": choice.peak,
             "peak_phase": choice.phase,
             "host_bytes": host_bytes(search, choice),
-            "sequences_at_full_length": choice.num_sequences,
+            "sequences_at_full_length": choice.engine.full_rows,
             "seconds": asdict(choice.cost),
         }
         for choice in choices
@@ -73,7 +73,7 @@ def to_lines(search: LayoutSearch, choices: Sequence[LayoutChoice]) -> Iterator[
 
 def settings_of(choice: LayoutChoice) -> dict[str, Mapping[str, object]]:
     """Return the sections of a run file that set this choice."""
-    config = choice.config
+    config = choice.run.config
     actor, engine, placement = config.actor, config.rollout.engine, config.placement
     names = ("num_engines", "tp", *(["pp"] if engine.pp > 1 else []), "gpu_memory_utilization")
     rollout: dict[str, object] = {"engine": {name: getattr(engine, name) for name in names}}
@@ -111,7 +111,7 @@ def host_bytes(search: LayoutSearch, choice: LayoutChoice) -> int:
     held = {device: alike.offloaded for alike in choice.devices for device in alike.devices}
     nodes = range(0, len(held), search.per_node)
     most = max(sum(held[i] for i in range(first, min(first + search.per_node, len(held)))) for first in nodes)
-    return most if choice.config.placement.offload else 0
+    return most if choice.run.config.placement.offload else 0
 
 
 def _flow(value: object) -> str:
@@ -124,7 +124,7 @@ def _flow(value: object) -> str:
 
 
 def _cells(search: LayoutSearch, choice: LayoutChoice) -> tuple[str, ...]:
-    config, cost = choice.config, choice.cost
+    config, cost = choice.run.config, choice.cost
     placement = config.placement.mode + (", offload" if config.placement.offload else "")
     host = host_bytes(search, choice)
     return (
@@ -135,7 +135,7 @@ def _cells(search: LayoutSearch, choice: LayoutChoice) -> tuple[str, ...]:
         f"{choice.peak / GIB:.1f}",
         choice.phase,
         f"{host / GIB:.0f}" if host else "",
-        f"{choice.num_sequences}",
+        f"{choice.engine.full_rows}",
         *(f"{seconds:.1f}" for seconds in (cost.generate, cost.train)),
         f"{cost.sync:.2f}",
         f"{cost.fixed:.0f}" if cost.fixed else "",

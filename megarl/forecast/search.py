@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megarl.cluster.roles import by_layout, roles_of
 from megarl.config.batches import batch_counts, max_row_tokens
 from megarl.config.check import check_train
 from megarl.config.check_model import check_expert_width, check_experts, check_model, check_stages, check_tp
@@ -15,11 +14,10 @@ from megarl.errors import ConfigError
 from megarl.forecast.costs import StepCost, step_cost
 from megarl.forecast.layout_search import MOST_STAGES, SIZES, LayoutSearch
 from megarl.host.device.platform import assuming, platform
-from megarl.plan.derive import ENGINE_SHARE, FILL, share_beside
 from megarl.plan.devices import most_bytes, plan_devices
-from megarl.plan.recompute import fitting_ways
+from megarl.plan.recompute import ENGINE_SHARE, FILL, fitting_ways, share_beside
 from megarl.plan.run_plan import DevicePlan, EnginePlan
-from megarl.plan.sizes import Needs, needs_of, plan_engine, plan_shards
+from megarl.plan.sizes import Needs, SizedRun, needs_of, plan_engine, size_trainer
 
 # The settings that decide how many chunks a stage has, and of which layers; how many are tried, and by which share they
 # have to be faster.
@@ -31,18 +29,16 @@ _SHORT_ROW = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoice:
-    """A way to run that fits: its configuration, its memory by the estimate of `--dry-run`, and its cost.
+    """A way to run that fits, its memory by the estimate of `--dry-run`, and its cost.
 
-    peak: bytes on the fullest device, and `phase` in which. num_sequences: rows of full length that an engine's cache
-    holds.
+    engine: the run's. peak: bytes on the fullest device, and `phase` in which.
     """
 
-    config: Config
-    devices: tuple[DevicePlan, ...]
+    run: SizedRun
     engine: EnginePlan
+    devices: tuple[DevicePlan, ...]
     peak: int
     phase: str
-    num_sequences: int
     cost: StepCost
 
 
@@ -105,7 +101,9 @@ def _fitting(
 
     def fits(way: RecomputeConfig) -> bool:
         config = _with_trainer(search, place, layout, way)
-        found[way] = list(_with_engines(search, config, place, needed, trainers))
+        found[way] = []
+        if search.obeys(replace(config, rollout=search.base.rollout)):
+            found[way] += _with_engines(search, size_trainer(config, search.spec, needed), place, trainers)
         return bool(found[way])
 
     own = RecomputeConfig(**RecomputeConfig.recompute_settings(search.base.actor))
@@ -130,8 +128,8 @@ def _sound(
     """Yield the choices that a run would accept; append why it would refuse the others to `refusals`."""
     for choice in choices:
         try:
-            check_train(choice.config)
-            check_model(choice.config, search.spec.hf_config)
+            check_train(choice.run.config)
+            check_model(choice.run.config, search.spec.hf_config)
         except ConfigError as error:
             refusals.append(error)
             continue
@@ -193,7 +191,7 @@ def _layouts(search: LayoutSearch, gpus: int) -> Iterator[LayoutConfig]:
 
 def _preference(choice: LayoutChoice) -> float:
     """Return the seconds of a step, which chunks of stages have to make less by a share that a forecast can tell."""
-    return choice.cost.total * (1 + _TELLING * (choice.config.actor.layout.virtual_pp > 1))
+    return choice.cost.total * (1 + _TELLING * (choice.run.config.actor.layout.virtual_pp > 1))
 
 
 def _interleaved(search: LayoutSearch, layout: LayoutConfig) -> Iterator[LayoutConfig]:
@@ -243,15 +241,11 @@ def _with_trainer(search: LayoutSearch, place: _Place, layout: LayoutConfig, rec
 
 
 def _with_engines(
-    search: LayoutSearch, config: Config, place: _Place, needed: Needs, trainers: list[int]
+    search: LayoutSearch, trainer: SizedRun, place: _Place, trainers: list[int]
 ) -> Iterator[LayoutChoice]:
     """Yield the choices that fit with this trainer; append what the trainer takes to `trainers`."""
-    if not search.obeys(replace(config, rollout=search.base.rollout)):
-        return
-    roles, limit = roles_of(config, needed), FILL * search.device_bytes
-    shards = plan_shards(config, roles, {role.role: search.spec for role in roles}, needed)
-    layouts = by_layout(roles)
-    peak, _ = most_bytes(plan_devices(layouts, shards, None, offload=config.placement.offload))
+    config, limit = trainer.config, FILL * search.device_bytes
+    peak, _ = most_bytes(plan_devices(trainer.roles, trainer.shards, None, offload=config.placement.offload))
     trainers.append(peak)
     if peak > limit:
         return
@@ -275,27 +269,10 @@ def _with_engines(
         except ConfigError:
             continue
         engine = plan_engine(chosen, search.spec.dims, search.stage_bytes, search.device_bytes)
-        num_sequences = engine.full_rows or 0
-        devices = plan_devices(layouts, shards, engine, offload=chosen.placement.offload)
+        run = replace(trainer, config=chosen, engine=engine)
+        devices = run.devices()
         peak, phase = most_bytes(devices)
-        if num_sequences == 0 or peak > limit:
+        if not engine.full_rows or peak > limit:
             continue
-        cost = step_cost(
-            chosen,
-            search.spec.dims,
-            shards,
-            devices,
-            engine,
-            num_forward_passes=len(needed),
-            hardware=search.hardware,
-            constants=search.constants,
-        )
-        yield LayoutChoice(
-            config=chosen,
-            devices=tuple(devices),
-            engine=engine,
-            peak=peak,
-            phase=phase,
-            num_sequences=num_sequences,
-            cost=cost,
-        )
+        cost = step_cost(run, hardware=search.hardware, constants=search.constants)
+        yield LayoutChoice(run=run, engine=engine, devices=tuple(devices), peak=peak, phase=phase, cost=cost)

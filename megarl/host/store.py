@@ -2,7 +2,7 @@
 
 torch's stores ask nobody for a password. So on one host a store is a file that only this user can open. A server's port
 is open to every user of its host and to who reaches its address: messages that processes act upon need a code of their
-own there, as those of weight syncs have (`megarl.sync.transport.signed_store`).
+own there, as those of weight syncs have (`megarl.sync.transport.rendezvous`).
 """
 
 import os

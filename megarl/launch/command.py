@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.cluster.object_store import object_store
+from megarl.cluster.object_store import object_store, routing_bytes
 from megarl.config import load_config
+from megarl.config.batches import pass_bytes
 from megarl.config.check import TRAINING_CHECKS
 from megarl.config.derived import filled
 from megarl.config.load import with_overrides
@@ -106,7 +107,8 @@ def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
         )
     # The job starts Ray itself, on hosts that are taken to be alike.
     own = replace(config, cluster=replace(config.cluster, address=None))
-    cluster = filled(own, [object_store(own, arguments.command)]).cluster
+    passed = pass_bytes(own, arguments.command, routing_bytes(own.model, own.actor.moe))
+    cluster = filled(own, [object_store(own.cluster, passed)]).cluster
     return JobCommand(
         argv=tuple(argv),
         directory=directory,

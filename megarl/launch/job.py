@@ -27,7 +27,7 @@ from megarl.host.signals import keep_handlers
 from megarl.host.streams import print_lines
 from megarl.launch.allocation import Allocation, free_ports, own_address, slurm_says
 from megarl.launch.command import JobCommand, read_command
-from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
+from megarl.launch.status import FAILED, FINISHED, STOPPED, AttemptLog
 
 POLL_S = 0.2
 # The seconds that the driver gets to report a lost host once Ray must know of it, and that hosts get to clean up.

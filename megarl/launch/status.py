@@ -1,5 +1,9 @@
-"""Report what a run is doing: the driver keeps RUN/status.json, and `megarl status` reads it from elsewhere."""
+"""Report what a run is doing: the driver keeps RUN/status.json, and `megarl status` reads it from elsewhere.
 
+The failures of a job are in a file beside its logs, which outlives the process and survives requeueing.
+"""
+
+import itertools
 import json
 import os
 import socket
@@ -14,11 +18,11 @@ from tqdm import tqdm
 
 from megarl.errors import DataError
 from megarl.host.directory_lock import BEAT_S, LOST_S, has_died
-from megarl.host.exit_codes import outcome_of
+from megarl.host.exit_codes import EXIT_STOPPED, outcome_of
 from megarl.host.reading import reading
 from megarl.host.streams import print_lines
 from megarl.host.writing import dispensable, replacing
-from megarl.launch.restarts import AttemptLog
+from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import RunPaths, last_metrics
 
 # Steps whose mean duration predicts the rest.
@@ -164,3 +168,48 @@ def print_status(root: Path, *, as_json: bool) -> None:
         return
     width = max(map(len, seen))
     print_lines(*(f"{name:{width}}  {value}" for name, value in seen.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
+
+    started: float
+    ended: float
+    exit_code: int
+    reason: str
+
+
+class AttemptLog:
+    """The file LOGS/attempts.jsonl, which lists the attempts of a job."""
+
+    def __init__(self, logs: Path) -> None:
+        self._path = logs / "attempts.jsonl"
+
+    def add(self, started: float, exit_code: int, reason: str) -> None:
+        """Append the attempt that has just ended."""
+        attempt = Attempt(started=started, ended=time.time(), exit_code=exit_code, reason=reason)
+        with open_lines(self._path) as file:
+            append_lines(file, [asdict(attempt)])
+
+    def read(self) -> list[Attempt]:
+        """Return all attempts, the oldest first."""
+        return read_lines(
+            self._path, lambda fields: Attempt(**fields), expected="an attempt of the job", missing_ok=True
+        )
+
+    def num_failures(self) -> int:
+        """Count the attempts that failed; an attempt that ended because of a signal does not count."""
+        return sum(attempt.reason == FAILED for attempt in self.read())
+
+    def num_fruitless(self) -> int:
+        """Count the latest attempts in a row that a signal ended before they had written a checkpoint."""
+        fruitless = itertools.takewhile(
+            lambda attempt: attempt.reason == STOPPED and attempt.exit_code != EXIT_STOPPED, reversed(self.read())
+        )
+        return sum(1 for _ in fruitless)
+
+
+FAILED = "failed"
+STOPPED = "stopped"
+FINISHED = "finished"

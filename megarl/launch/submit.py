@@ -6,10 +6,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS
@@ -26,6 +26,9 @@ from megarl.host.memory import listed
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
 from megarl.launch.allocation import seconds_of, slurm_says
+
+if TYPE_CHECKING:
+    from megarl.record.performance import StopForecast
 
 TEMPLATES = PACKAGED.parent / "slurm"
 # In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
@@ -64,19 +67,7 @@ class NodesRequest:
         return f"{self.num_nodes} with {self.devices_per_node} {'GPUs' if self.gpus_per_node else 'CPUs'} each"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopForecast:
-    """Seconds that a planned step is expected to take, those in which a signal does not cut it short, and those of a
-    checkpoint. host: the least bytes of host memory that the fullest node needs, by what needs them.
-    """
-
-    step: float
-    uncut: float
-    checkpoint: float
-    host: Mapping[str, int] = field(default_factory=dict)
-
-
-Forecast: TypeAlias = Callable[[Config], StopForecast]
+Forecast: TypeAlias = Callable[[Config], "StopForecast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +191,7 @@ def job_script(request: SubmitRequest) -> str:
     return text.replace('"$@"', arguments)
 
 
-def _check_signal(request: SubmitRequest, forecast: Callable[[], StopForecast] | None) -> None:
+def _check_signal(request: SubmitRequest, forecast: "Callable[[], StopForecast] | None") -> None:
     """Raise ConfigError if a run is expected to lose its last step at the time limit; print a warning if it may."""
     if forecast is None or request.command != "train" or not request.nodes.gpus_per_node:
         return

@@ -29,10 +29,10 @@ from torch.distributed import ProcessGroup
 from megarl.config.lora import LoraConfig
 from megarl.parallel.building import model_slices, named_shards, rank_slices
 from megarl.parallel.model import PackedModel, ValueModel
-from megarl.weights.adapter_files import initial_tensor, read_adapters
 from megarl.weights.adapters import adapter_name, adapter_spec
 from megarl.weights.dims import Dims
 from megarl.weights.families import ModelSpec
+from megarl.weights.peft_files import initial_tensor, read_adapters
 from megarl.weights.rules import Partition, WeightRule
 from megarl.weights.slices import Slice, Split, load_slices, num_groups, shard_boxes
 from megarl.weights.tables import VALUE_HEAD

@@ -1,7 +1,7 @@
 """Define policy and value models as Megatron GPT models that return log-probs or values instead of logits."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
@@ -27,13 +29,36 @@ from megarl.parallel.layout import Layout
 from megarl.parallel.modules import block_spec
 from megarl.parallel.moe.router import moe_layers
 from megarl.parallel.packing import Pack
-from megarl.parallel.residual import scaled_residuals
 from megarl.parallel.tower import VisionTower, add_features_after, embed_pack, mrope_angles
 from megarl.types.messages import Head
 from megarl.vision.reader import ImageReader
 from megarl.weights.families import ModelSpec
 from megarl.weights.rope import YarnRope
 from megarl.weights.shards import padded_vocab
+
+
+class ScaledAdd:
+    """The function residual + multiplier · x, which a layer calls as Megatron's bias-dropout-add."""
+
+    def __init__(self, multiplier: float) -> None:
+        self._multiplier = multiplier
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        return self._add
+
+    def _add(self, x_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        x, bias = x_with_bias
+        assert bias is None
+        assert dropout == 0
+        return residual + x * self._multiplier
+
+
+def scaled_residuals(block: TransformerBlockSubmodules, multiplier: float) -> TransformerBlockSubmodules:
+    """Return a block's layers such that each multiplies what its attention and its MLP add to the residual stream."""
+    for layer in block.layer_specs if multiplier != 1 else ():
+        add = ModuleSpec(module=ScaledAdd, params={"multiplier": multiplier})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
+    return block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

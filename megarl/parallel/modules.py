@@ -1,9 +1,16 @@
-"""Choose the modules of each layer."""
+"""Choose the modules of each layer, among them attention over packs whose rows share prefixes by torch's FlexAttention,
+and Megatron's self-attention with what some models do with queries and keys before their scores.
+"""
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -11,19 +18,111 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.host.device.platform import platform
-from megarl.parallel.attention import PackedAttention
+from megarl.parallel.attention import PackedAttention, gathering_attention
 from megarl.parallel.backend import BACKENDS, module_spec, packs_attention
 from megarl.parallel.delta import set_delta_net
-from megarl.parallel.gathered_attention import gathering_attention
 from megarl.parallel.latent import PackedLatentAttention, ReplicatedLinear
-from megarl.parallel.moe.router import with_pack_routers
-from megarl.parallel.moe.setup import ExpertOutput
-from megarl.parallel.norms import RMSNorm, set_norms
-from megarl.parallel.path_attention import PathAttention
-from megarl.parallel.self_attention import set_self_attention
+from megarl.parallel.moe.router import ExpertOutput, with_pack_routers
+from megarl.parallel.norms import RMSNorm, WideNorm, set_norms
+from megarl.parallel.packing import Pack
+from megarl.parallel.path_blocks import PathBlocks
 from megarl.weights.attention import AttentionOptions
 from megarl.weights.families import ModelSpec
 from megarl.weights.rules import Layers
+
+
+class PathAttention(PackedAttention):
+    """Attention as `PackedAttention` defines it, without caps, by the blocks of scores that a pack's paths need."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Pack) -> torch.Tensor:
+        assert pack.blocks is not None
+        return attend_to_paths(
+            query,
+            key,
+            value,
+            pack.blocks,
+            scale=self.softmax_scale,
+            options=self.options,
+            sinks=self.softmax_offset,
+            attention=compiled_attention(),
+        )
+
+
+@functools.cache
+def compiled_attention() -> Callable[..., Any]:
+    """Return torch's FlexAttention as kernels for packs of any length, compiled when it is first called."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Models with windows and without, with gradients and without, each take kernels of their own.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def attend_to_paths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: PathBlocks,
+    *,
+    scale: float | None,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+    attention: Callable[..., Any],
+) -> torch.Tensor:
+    """Return the outputs [T, heads·d] of query [T, heads, d], key and value [T, kv_heads, d] of a pack.
+
+    attention: FlexAttention, compiled or not.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    assert options.score_cap is None
+    out = attention(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        block_mask=blocks.mask(options.window),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        **({} if sinks is None else {"return_aux": AuxRequest(lse=True)}),
+    )
+    if sinks is not None:
+        # One more score in the softmax, which adds nothing to the output.
+        out, found = out
+        out = out * (found.lse - sinks.float()[:, None]).sigmoid()[..., None].to(out.dtype)
+    return out[0].transpose(0, 1).flatten(1)
+
+
+class LayerAttention(SelfAttention):
+    """Megatron's self-attention in a layer with rope of its own kind, or with norms over all heads together.
+
+    Where layers have two kinds of rope, the angles [n, 1, 1, d] that Megatron passes to each of them are of twice as
+    many frequencies: first those of layers that attend to all positions, then those of layers with a window.
+    """
+
+    def __init__(self, config: TransformerConfig, *, options: AttentionOptions, **named: object) -> None:
+        if options.local_rope:
+            config = copy.copy(config)
+            # That of the other layers may belong to the scaling of their rope.
+            config.softmax_scale = options.softmax_scale
+        super().__init__(config, **named)
+        self.local_rope = options.local_rope
+        if options.wide_norms:
+            heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+            widths = (number * self.hidden_size_per_attention_head for number in heads)
+            self.q_layernorm, self.k_layernorm = (WideNorm(config, width, group=self.tp_group) for width in widths)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *arguments: object, rotary_pos_emb: torch.Tensor, **named: object
+    ) -> object:
+        """Attend as Megatron does, with the angles of this layer's rope."""
+        if self.local_rope is not None:
+            rotary_pos_emb = rotary_pos_emb.unflatten(-1, (2, 2, -1))[..., int(self.local_rope), :].flatten(-2)
+        return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **named)
+
+
+def set_self_attention(layer: ModuleSpec, options: AttentionOptions) -> None:
+    """Set `LayerAttention` in the spec of a layer whose options need it, in place."""
+    if options.local_rope is not None or options.wide_norms:
+        attention = layer.submodules.self_attention
+        attention.module, attention.params = LayerAttention, {**attention.params, "options": options}
 
 
 def block_spec(

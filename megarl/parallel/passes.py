@@ -1,4 +1,6 @@
-"""Run forward-only and forward-backward passes over micro-batches with Megatron's pipeline schedules."""
+"""Run forward-only and forward-backward passes over micro-batches with Megatron's pipeline schedules, whose stages
+exchange activations and gradients without telling each other their shapes first.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +8,10 @@ from dataclasses import fields
 from typing import TypeAlias
 
 import torch
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import NonFiniteError
 from megarl.host.device.platform import platform
@@ -17,15 +22,42 @@ from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, TokenSquares, TokenStates, TopTokens
 from megarl.parallel.model import PackedModel, TokenValues
-from megarl.parallel.model_packs import alignment_of, pack_for
 from megarl.parallel.packing import Pack, num_passed_on
-from megarl.parallel.stages import KnownShapes
-from megarl.parallel.teacher import TeacherBeside
+from megarl.parallel.teacher import TeacherBeside, alignment_of, pack_for
 from megarl.types import (
     FloatArray,
     Rows,
 )
 from megarl.types.messages import ForwardResult, Role
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class KnownShapes(P2PCommunicator):
+    """Megatron's exchange between stages, for micro-batches that differ in length but are known to every stage.
+
+    Megatron would send a shape before each tensor, for which host and device wait. Here a stage looks up what arrives:
+    in both directions, micro-batches keep the order of the schedule.
+
+    shapes: of the hidden states that a stage passes on, by micro-batch. num_chunks: model chunks of a stage.
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: TransformerConfig, shapes: Sequence[Shape], *, num_chunks: int
+    ) -> None:
+        super().__init__(pp_group, config)
+        stage, last, together = pp_group.rank(), pp_group.size() - 1, config.microbatch_group_size_per_vp_stage
+        # The order of backward is the same with chunks counted from the last.
+        order = get_schedule_table(len(shapes), num_chunks, together if num_chunks > 1 else len(shapes))
+        # At both ends of the pipeline, the first chunk of a pass gets nothing from another stage.
+        self._from_previous = iter([shapes[i] for i, chunk in order if stage > 0 or chunk > 0])
+        self._from_next = iter([shapes[i] for i, chunk in order if stage < last or chunk > 0])
+
+    def _communicate_shapes(
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape | None, Shape | None]:
+        return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
+
 
 TokenOutputs: TypeAlias = (
     TokenLogprobs | TokenPairs | TokenValues | TokenSquares | TopTokens | TokenStates | DistilledLogprobs

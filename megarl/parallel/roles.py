@@ -31,14 +31,14 @@ from megarl.parallel.building import build_model, model_slices, named_shards, ra
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel
-from megarl.parallel.moe.setup import prepare_experts
+from megarl.parallel.moe.router import prepare_experts
 from megarl.parallel.optimizers import optimizer_settings
 from megarl.parallel.versions import EarlierVersions
 from megarl.types.messages import Head, RoleSpec, Teaching
 from megarl.vision.reader import ImageReader
 from megarl.vision.store import ImageStore
+from megarl.weights.adapters import Merger
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.merging import Merger
 from megarl.weights.rules import TOWER
 from megarl.weights.slices import Slice
 

@@ -13,20 +13,85 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
+from megarl.host.device.accelerators import FP8_RECIPES
+from megarl.host.device.platform import platform
 from megarl.parallel.adapters import without_adapters
 from megarl.parallel.head.given_teachers import TeacherLogits
 from megarl.parallel.head.policy import HeadRequest, TokenStates
-from megarl.parallel.head.resplit import resplit_weight
 from megarl.parallel.head.rows import RowOwners, uneven_owners
-from megarl.parallel.head.statistics import VocabShard
+from megarl.parallel.head.statistics import VocabShard, gather_parts
 from megarl.parallel.model import PackedModel, PolicyModel
-from megarl.parallel.model_packs import pack_for
-from megarl.parallel.packing import Pack
+from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.roles import LoadedRole
 from megarl.types import Row, Rows, row_batch
 from megarl.types.objectives import HeadMeasure
 from megarl.types.rows import LAG
+
+
+def pack_for(models: Sequence[PackedModel], rows: Sequence[Row]) -> Pack:
+    """Pack rows such that all these models can read them; the first one may send tokens to the experts recorded."""
+    return pack_rows(
+        rows,
+        alignment=alignment_of(models),
+        device=platform().device(),
+        plans_attention=any(each.plans_attention for each in models),
+        shares_prefixes=all(each.shares_prefixes for each in models),
+        gathers_keys=any(each.gathers_keys for each in models),
+        plans_blocks=any(each.plans_blocks for each in models),
+        replay_routing=models[0].replays_routing,
+        has_mrope=any(each.mrope is not None for each in models),
+        sees_whole_images=any(each.spec.sees_whole_images for each in models),
+    )
+
+
+def alignment_of(models: Sequence[PackedModel]) -> PackAlignment:
+    """Return what packs that suit all these models must be multiples of; they have one layout."""
+    layout = models[0].layout
+    return PackAlignment(
+        tp=layout.config.tp if layout.config.sequence_parallel else 1,
+        cp=layout.config.cp,
+        cp_rank=layout.cp_group.rank(),
+        block=max(1 if m.config.fp8 is None else FP8_RECIPES[m.config.fp8_recipe].block for m in models),
+    )
+
+
+def resplit_weight(weight: torch.Tensor, own: VocabShard, like: VocabShard) -> tuple[torch.Tensor, VocabShard]:
+    """Split a teacher's output weight over ranks as the student's: from `like.start` to the next rank's start.
+
+    weight: [≥ own.size, H'], this rank's rows `own` of the teacher's. The last rank gets all that are left. Every rank
+    of the group calls this. Where the two are split alike already, the arguments are returned.
+    """
+    group, rank, size = own.group, own.group.rank(), own.group.size()
+    if size == 1:
+        return weight, own
+    spans = torch.tensor([own.start, own.size, like.start], device=weight.device)
+    table = gather_parts(spans[:, None], group)[:, :, 0].tolist()
+    end = max(start + count for start, count, _ in table if count)
+    # Trailing ranks without a token have no start of their own.
+    starts = [min(start, end) for _, _, start in table]
+    stops = [*starts[1:], end]
+    if all(start == first or not count for (start, count, _), first in zip(table, starts, strict=True)):
+        return weight, VocabShard(group=group, start=like.start, size=own.size)
+    made = weight.new_empty(stops[rank] - starts[rank], weight.shape[1])
+    transfers = []
+    for source, (start, count, _) in enumerate(table):
+        for target in range(size):
+            first, last = max(start, starts[target]), min(start + count, stops[target])
+            if first >= last or rank not in (source, target):
+                continue
+            here = weight.detach()[first - own.start : last - own.start]
+            there = made[first - starts[rank] : last - starts[rank]]
+            if source == target:
+                there.copy_(here)
+            elif rank == source:
+                transfers.append(dist.P2POp(dist.isend, here.contiguous(), group=group, group_peer=target))
+            else:
+                transfers.append(dist.P2POp(dist.irecv, there, group=group, group_peer=source))
+    for work in dist.batch_isend_irecv(transfers) if transfers else []:
+        work.wait()
+    return made, VocabShard(group=group, start=like.start, size=len(made))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

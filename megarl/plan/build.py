@@ -1,19 +1,17 @@
-"""Compute the plan of a run from its configuration and config.json, without starting anything or opening weights.
+"""Compute the plan of a run from its configuration and config.json, without starting anything or opening weights, and
+that of supervised training also from its data.
 
 If model and data are present, the plan also has the warnings that the run would print about its data.
 """
 
+import json
 import math
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
-from megarl.cluster.object_store import object_store
-from megarl.cluster.placement import NodeGroup, ProcessSlot, devices_per_node, plan_placement, with_judge_servers
 from megarl.cluster.roles import by_layout, model_key
 from megarl.cluster.sync_plan import bridge_links, bridge_plan, gloo_warning, plan_input_of, sent_spec
 from megarl.config.batches import (
@@ -23,32 +21,35 @@ from megarl.config.batches import (
     max_row_tokens,
     num_actor_steps,
 )
-from megarl.config.derived import Derived
-from megarl.config.lora import sent_alone
-from megarl.config.schema import Config, LayoutConfig
+from megarl.config.derived import Derived, filled
+from megarl.config.recompute import RecomputeConfig
+from megarl.config.schema import Config
 from megarl.config.target import target_in_words
+from megarl.data.demonstrations import SftDataset
+from megarl.data.packing import plan_micro_batches
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.device.platform import assuming, platform
-from megarl.host.memory import host_memory, listed
+from megarl.host.memory import host_memory
 from megarl.host.streams import print_lines
-from megarl.plan.derive import smallest_device
-from megarl.plan.devices import checkpoint_host_bytes, plan_devices
+from megarl.plan.devices import plan_shard
+from megarl.plan.hosts import host_needs, host_warnings, plan_nodes
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.render import GIB, derived_lines, to_json, to_text
+from megarl.plan.recompute import choose_recompute, smallest_device, with_way
+from megarl.plan.render import GIB, derived_lines, supervised_lines, to_json, to_text
 from megarl.plan.run_plan import (
-    DevicePlan,
     EnginePlan,
     ForwardPlan,
     LayoutPlan,
-    NodePlan,
     RunPlan,
     ShardPlan,
     StepPlan,
+    SupervisedPlan,
 )
 from megarl.plan.sizes import (
     SizedRun,
     derive,
+    derive_trainer,
     micro_batches_at_full_length,
     model_parameters,
     most_micro_batches,
@@ -64,6 +65,8 @@ from megarl.sync.plan.build import Plan, plan_statistics
 from megarl.sync.transport.process_plans import most_staging
 from megarl.train.forward import Variant, forms_read
 from megarl.train.inputs import open_train_inputs, setting_warnings
+from megarl.train.supervised_inputs import Examples
+from megarl.train.tasks import SUPERVISED, OpenedTask
 from megarl.types import TokenQuantity
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
@@ -76,21 +79,20 @@ def print_plan(
     device_gib: float | None,
     as_json: bool,
     warnings: Sequence[str],
-    forecast: Callable[[Config, int], dict[str, float]],
+    forecast: Callable[[SizedRun], dict[str, float]],
 ) -> None:
     """Plan a training run and print the plan, without starting anything.
 
-    warnings: further ones. forecast: returns the seconds of a step by phase, for devices with that many bytes.
-    device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
-    smallest device of this machine, if it has any.
+    warnings: further ones. forecast: returns the seconds of a step by phase, on devices whose memory is known.
+    device_gib: that memory in GiB, by which the plan judges whether the run fits; by default that of the smallest
+    device of this machine, if it has any.
     """
     if device_gib is not None and not 0 < device_gib < math.inf:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
     device_bytes = smallest_device() if device_gib is None else int(device_gib * GIB)
     is_here = device_gib is None and not target_in_words()
-    plan = plan_run(config, device_bytes=device_bytes, host_bytes=host_memory() if is_here else None)
-    if device_bytes is not None:
-        plan = replace(plan, seconds=forecast(config, device_bytes))
+    host_bytes = host_memory() if is_here else None
+    plan = plan_run(config, device_bytes=device_bytes, host_bytes=host_bytes, forecast=forecast)
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if as_json:
         print(to_json(plan))
@@ -99,20 +101,25 @@ def print_plan(
 
 
 def plan_run(
-    config: Config, *, device_bytes: int | None = None, host_bytes: int | None = None, with_data: bool = True
+    config: Config,
+    *,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    with_data: bool = True,
+    forecast: Callable[[SizedRun], dict[str, float]] | None = None,
 ) -> RunPlan:
     """Check a configuration as a run would, and make the plan that a dry run shows. Raises ConfigError.
 
-    device_bytes: memory of a GPU, on which the run is then planned, whatever this machine is; without it the KV cache
-    has no size in the plan if vLLM chooses it. host_bytes: memory of a node, where that is known. with_data: whether to
-    read data that are there.
+    device_bytes: as for `size_run`; without it the KV cache has no size in the plan if vLLM chooses it, and nothing is
+    forecast. host_bytes: memory of a node, where that is known. with_data: whether to read data that are there.
     """
     with nullcontext() if device_bytes is None else assuming("cuda"):
         run = size_run(config, device_bytes)
         plan = _plan(run, device_bytes, with_data=with_data)
-        needs = host_needs(run.config, run.roles, run.shards, run.engine)
-    said = () if host_bytes is None else host_warnings(config, needs, host_bytes)
-    return replace(plan, warnings=(*plan.warnings, *said))
+        seconds = {} if forecast is None or device_bytes is None else forecast(run)
+        needs = host_needs(run)
+    said = () if host_bytes is None else host_warnings(config.placement, config.actor.layout, needs, host_bytes)
+    return replace(plan, seconds=seconds, warnings=(*plan.warnings, *said))
 
 
 def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
@@ -129,12 +136,13 @@ def _missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
 
 
 def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPlan:
-    config, roles, specs, shards, engine = run.config, run.roles, run.specs, run.shards, run.engine
-    actor, layouts, counts = run.actor, by_layout(roles), batch_counts(config)
+    config, roles, specs, engine = run.config, run.roles, run.specs, run.engine
+    assert engine is not None
+    actor, counts = run.actor, batch_counts(config)
     plan_input = plan_input_of(actor, config.model, config.actor, config.rollout.engine, config.sync)
     bridge, missing = bridge_plan(plan_input, config.rollout.engine, config.placement), _missing_files(config, roles)
     staged = most_staging(bridge, config.sync)
-    devices = plan_devices(layouts, shards, engine, staged.device, offload=config.placement.offload)
+    devices = run.devices(staged.device)
     inputs = None if missing or not with_data else open_train_inputs(config)
     read = forms_read(config.algo.distill, roles, run.needed)
     return RunPlan(
@@ -147,9 +155,9 @@ def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPla
                 layout=asdict(layout),
                 groups={axis: tuple(map(tuple, groups_of(layout, axis))) for axis in ("tp", "cp", "dp", "pp")},
             )
-            for layout, hosted in layouts.items()
+            for layout, hosted in by_layout(roles).items()
         ),
-        nodes=plan_nodes(config, engine, devices, layouts, shards),
+        nodes=plan_nodes(run, devices),
         steps=StepPlan(
             rows_per_step=counts.rows_per_step,
             rows_per_optimizer_step=counts.rows_per_optimizer_step,
@@ -160,7 +168,7 @@ def _plan(run: SizedRun, device_bytes: int | None, *, with_data: bool) -> RunPla
             micro_batches_at_full_length=micro_batches_at_full_length(config, config.actor),
             forward=tuple(_forward(config, role, specs[role.role], forms) for role, forms in read),
         ),
-        shards=tuple(shards),
+        shards=tuple(run.shards),
         devices=tuple(devices),
         engine=engine,
         sync_bytes=model_parameters(sent_spec(config.actor.lora, actor), Head.LM) * DTYPE_BYTES[config.model.dtype],
@@ -192,7 +200,13 @@ def derive_run(
     specs = {role.role: read_model_spec(role.model.path, model_key(config, role), tower=role.tower) for role in roles}
     shards = plan_shards(config, roles, specs, needed)
     experts = specs[Role.ACTOR].dims.experts if specs else None
-    return derive(config, by_layout(roles), shards, smallest_device(), experts=experts, command=command)
+    return derive(config, roles, shards, smallest_device(), experts=experts, command=command)
+
+
+def start_warnings(config: Config) -> list[str]:
+    """List what `host_warnings` has to say of this host, before a run starts on it."""
+    needs = host_needs(size_run(config, smallest_device()))
+    return list(host_warnings(config.placement, config.actor.layout, needs, host_memory()))
 
 
 def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
@@ -206,103 +220,6 @@ def _costs(config: Config, engine: EnginePlan, bridge: Plan) -> Iterator[str]:
             f"{engine.full_rows} rows of full length ({max_path_tokens(config):,} tokens), and vLLM drops what does "
             "not fit and computes it again; lower it, or give engines more memory (tp, pp, kv_cache_dtype, placement)"
         )
-
-
-def plan_nodes(
-    config: Config,
-    engine: EnginePlan | None,
-    devices: Sequence[DevicePlan],
-    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
-    shards: Sequence[ShardPlan],
-) -> tuple[NodePlan, ...]:
-    """List the trainer's nodes, then, if there is an engine, those that only engines use, judges', environments'."""
-    device = {"CPU": 1.0}
-    num_ranks = config.actor.layout.world_size
-    with_engines = engine is not None
-    placement = plan_placement(config.placement, config.rollout.engine, num_ranks, device, with_engines=with_engines)
-    placement = with_judge_servers(placement, config.rewards.judge_servers if with_engines else {}, device)
-    moves = config.placement.offload and with_engines
-    # Engines that have read their weights themselves keep them on the host while they sleep.
-    asleep = engine.weights if engine and sent_alone(config.actor.lora) is not None and engine.shares_devices else 0
-    held = {
-        device: alike.on_host + (alike.offloaded + asleep if moves else 0)
-        for alike in devices
-        for device in alike.devices
-    }
-    nodes = []
-    for name, group in placement.groups.items():
-        for node in range(group.num_nodes):
-            here = partial(_numbers_on, name, group, node)
-            ranks = here(placement.ranks)
-            checkpoint, portable = (
-                checkpoint_host_bytes(layouts, shards, ranks, portable=portable) for portable in (False, True)
-            )
-            nodes.append(
-                NodePlan(
-                    ranks=ranks,
-                    engines=here(placement.engines),
-                    offloaded=sum(held[rank] for rank in ranks),
-                    checkpoint=checkpoint,
-                    portable_checkpoint=portable,
-                    judge_servers={key: found for key, slots in placement.judges.items() if (found := here(slots))},
-                )
-            )
-    alone = NodePlan(ranks=(), engines=(), offloaded=0, checkpoint=0, portable_checkpoint=0)
-    cfg = config.environment
-    every = [range(node, cfg.hosts, cfg.nodes) for node in range(cfg.nodes if with_engines else 0)]
-    return (*nodes, *(replace(alone, environments=tuple(each)) for each in every))
-
-
-def host_needs(
-    config: Config,
-    roles: Sequence[RoleSpec],
-    shards: Sequence[ShardPlan],
-    engine: EnginePlan | None,
-    command: Command = "train",
-) -> dict[str, int]:
-    """Return the bytes of host memory that the fullest node needs at least, by what needs them."""
-    layouts, offload = by_layout(roles), config.placement.offload and engine is not None
-    devices = plan_devices(layouts, shards, engine, offload=offload)
-    nodes = plan_nodes(config, engine, devices, layouts, shards)
-    fullest, held = max(nodes, key=lambda node: (node.offloaded, len(node.ranks))), {}
-    if platform().name == "cpu":
-        peaks = {i: max(phase.total for phase in each.phases.values()) for each in devices for i in each.devices}
-        held["ranks, and engines beside them"] = sum(peaks[rank] for rank in fullest.ranks)
-    store = object_store(config, command, room=1 << 60)
-    return {
-        **held,
-        "the offloaded trainer": fullest.offloaded,
-        "a checkpoint in the making": fullest.portable_checkpoint if config.checkpoint.portable else fullest.checkpoint,
-        "Ray's object store": store.value << 20 if store and isinstance(store.value, int) else 0,
-    }
-
-
-def _numbers_on(name: str, group: NodeGroup, node: int, slots: Sequence[ProcessSlot]) -> tuple[int, ...]:
-    """Return which of the processes with these slots are on a node of the group `name`, or have a part there."""
-    here, per_node = (name, node), group.bundles_per_node
-    return tuple(
-        i
-        for i, slot in enumerate(slots)
-        if any((part.group, part.bundle // per_node) == here for part in (slot, *slot.further))
-    )
-
-
-def host_warnings(config: Config, needs: Mapping[str, int], host_bytes: int) -> Iterator[str]:
-    """Warn if this host, with that much memory, has less than `host_needs` counts, or fewer CPUs than ranks."""
-    if sum(needs.values()) > host_bytes:
-        yield (
-            f"host memory: a node needs at least {listed(needs)}, but this host has {host_bytes / 2**30:,.0f}; use "
-            "more or larger nodes or a smaller model; --device-gib plans for others"
-        )
-    num_ranks = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
-    if platform().name == "cpu" and num_ranks > (num_cpus := len(os.sched_getaffinity(0))):
-        yield f"actor.layout: {num_ranks} ranks on a node take turns on the {num_cpus} CPUs of this host; use fewer"
-
-
-def start_warnings(config: Config) -> list[str]:
-    """List what `host_warnings` has to say of this host, before a run starts on it."""
-    run = size_run(config, smallest_device())
-    return list(host_warnings(config, host_needs(run.config, run.roles, run.shards, run.engine), host_memory()))
 
 
 def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ForwardPlan:
@@ -330,3 +247,96 @@ def _forward(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
         flops=flops,
         seconds_at_peak=None if peak is None else flops / (peak * 1e12 * role.layout.world_size),
     )
+
+
+def print_supervised_plan(command: Command, config: Config, *, as_json: bool, warnings: Sequence[str]) -> None:
+    """Plan a supervised run and print the plan as text or JSON, with further warnings, without starting anything."""
+    plan = plan_supervised(command, config)
+    plan = replace(plan, warnings=(*warnings, *plan.warnings))
+    if as_json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print_lines(*supervised_lines(plan))
+
+
+def open_task(command: Command, config: Config) -> tuple[OpenedTask, tuple[Derived, ...]]:
+    """Open a supervised run, and choose what is auto by this machine's devices; return that, too.
+
+    Its warnings are also of this host, unless it is checked for another.
+    """
+    opened = SUPERVISED[command](config)
+    roles = (opened.task.role, *opened.task.frozen)
+    specs = {role.role: read_model_spec(role.model.path, tower=role.tower) for role in roles}
+
+    def shards_of(roles: Sequence[RoleSpec]) -> list[ShardPlan]:
+        # A batch has no more micro-batches than rows.
+        return [
+            plan_shard(role, specs[role.role], stage, num_micro_batches=2 * opened.task.batch_size)
+            for role in roles
+            for stage in range(role.layout.pp)
+        ]
+
+    chosen = tuple(choose_recompute(roles, specs, shards_of, smallest_device()))
+    config = filled(opened.inputs.config, chosen)
+    role, *frozen = with_way(roles, RecomputeConfig(**config.actor.recompute_settings()))
+    warnings, task = opened.inputs.warnings, replace(opened.task, role=role, frozen=tuple(frozen))
+    if not target_in_words():
+        run = SizedRun(config=config, roles=(role, *frozen), specs=specs, needed=(), shards=shards_of((role, *frozen)))
+        needs = host_needs(run, command)
+        warnings = (*warnings, *host_warnings(config.placement, config.actor.layout, needs, host_memory()))
+    return OpenedTask(inputs=replace(opened.inputs, config=config, warnings=warnings), task=task), chosen
+
+
+def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
+    """Check a supervised run's configuration, models and data as the run would, and make its plan."""
+    opened, chosen = open_task(command, config)
+    inputs, task, config = opened.inputs, opened.task, opened.inputs.config
+    roles = (task.role, *task.frozen)
+    specs = [read_model_spec(role.model.path, tower=role.tower) for role in roles]
+    layout = task.role.layout
+    # No batch has longer rows than the longest examples.
+    lengths = [sum(row.num_tokens for row in inputs.train.rows([i])) for i in range(len(inputs.train))]
+    micro_batches = plan_micro_batches(
+        sorted(lengths)[-task.batch_size :],
+        layout.dp,
+        task.role.settings.micro_batch_tokens,
+        multiple=layout.pp if layout.virtual_pp > 1 else 1,
+    )
+    most = max(len(batches) for batches in micro_batches)
+    return SupervisedPlan(
+        run=str(Path(config.run.dir) / config.run.name),
+        command=command,
+        roles=tuple(role_plan(role, spec) for role, spec in zip(roles, specs, strict=True)),
+        layout=asdict(layout),
+        num_ranks=layout.world_size,
+        data={
+            name: count_examples(examples)
+            for name, examples in (("train", inputs.train), ("val", inputs.val))
+            if examples is not None
+        },
+        total_steps=task.total_steps,
+        batch_size=task.batch_size,
+        epochs=task.total_steps * task.batch_size / len(inputs.train),
+        micro_batches=most,
+        shards=tuple(
+            plan_shard(role, spec, stage, num_micro_batches=most if role.trainable else 0)
+            for role, spec in zip(roles, specs, strict=True)
+            for stage in range(role.layout.pp)
+        ),
+        notes=inputs.notes,
+        derived=(*chosen, *derive_trainer(config, command)),
+        warnings=inputs.warnings,
+    )
+
+
+def count_examples(examples: Examples) -> dict[str, int]:
+    """Count examples, their tokens, those of the tokens that are trained, and what was lost to a length limit."""
+    counts = {"examples": len(examples), "tokens": 0, "trained_tokens": 0, "longest": 0}
+    counts["dropped"] = examples.num_dropped
+    counts["cut"] = examples.num_cut if isinstance(examples, SftDataset) else 0
+    for i in range(len(examples)):
+        for row in examples.rows([i]):
+            counts["tokens"] += row.num_tokens
+            counts["trained_tokens"] += row.num_loss_tokens
+            counts["longest"] = max(counts["longest"], row.num_tokens)
+    return counts

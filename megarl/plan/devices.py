@@ -1,10 +1,10 @@
 """Estimate the memory of every device in each phase of a step, from the shards that the models of a run have there."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from megarl.cluster.offloading import ENGINE, KV_CACHE, SYNC, WEIGHTS, Resident, forward, step_phases, updating
-from megarl.config.schema import LayoutConfig
+from megarl.cluster.roles import by_layout
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, PhasePlan, ShardPlan
@@ -123,25 +123,21 @@ def _head_bytes(
 
 
 def checkpoint_host_bytes(
-    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
-    shards: Sequence[ShardPlan],
-    ranks: Iterable[int],
-    *,
-    portable: bool,
+    roles: Sequence[RoleSpec], shards: Sequence[ShardPlan], ranks: Iterable[int], *, portable: bool
 ) -> int:
     """Estimate the host memory in bytes that a node needs while its trainer ranks write a checkpoint.
 
-    layouts: each layout of the run, with its roles. shards: one plan for each role and pipeline stage. ranks: the
-    global ranks on this node. portable: whether the checkpoint can be read under another layout. A portable one takes
-    more memory, as some ranks gather the state of others.
+    shards: one plan for each role and pipeline stage. ranks: the global ranks on this node. portable: whether the
+    checkpoint can be read under another layout. A portable one takes more memory, as some ranks gather the state of
+    others.
     """
     by_place = {(shard.role, shard.stage): shard for shard in shards}
     total = 0
-    for rank, (layout, roles) in product(ranks, layouts.items()):
+    for rank, (layout, hosted) in product(ranks, by_layout(roles).items()):
         if rank >= layout.world_size:
             continue
         place, num_ranks = place_of(layout, rank), layout.world_size // layout.pp
-        for role in (role for role in roles if role.changes):
+        for role in (role for role in hosted if role.changes):
             held, dtype_bytes = by_place[role.role.value, place.pp], DTYPE_BYTES[role.model.dtype]
             experts = held.num_trained_expert_parameters
             # Ranks of a stage that have the same expert shard come together, and its replicas after each other.
@@ -159,7 +155,7 @@ def checkpoint_host_bytes(
 
 
 def plan_devices(
-    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    roles: Sequence[RoleSpec],
     shards: Sequence[ShardPlan],
     engine: EnginePlan | None,
     staged: int = 0,
@@ -168,22 +164,22 @@ def plan_devices(
 ) -> list[DevicePlan]:
     """Estimate the memory of the actor's devices (rank i uses device i); equal devices share an entry.
 
-    layouts: the actor's first. engine: None leaves the engines out. staged: bytes of messages on a device while weights
-    are sent.
+    engine: None leaves the engines out. staged: bytes of messages on a device while weights are sent.
     """
+    layouts = by_layout(roles)
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(next(iter(layouts)).world_size):
         present = tuple(
             by_place[role.role.value, place_of(layout, device).pp]
-            for layout, roles in layouts.items()
+            for layout, hosted in layouts.items()
             if device < layout.world_size
-            for role in roles
+            for role in hosted
         )
         held.setdefault(present, []).append(device)
-    roles = [role for its_roles in layouts.values() for role in its_roles]
+    ordered = [role for hosted in layouts.values() for role in hosted]
     return [
-        _device(roles, [shards[i] for i in present], engine, devices, staged, offload=offload)
+        _device(ordered, [shards[i] for i in present], engine, devices, staged, offload=offload)
         for present, devices in held.items()
     ]
 

@@ -237,7 +237,7 @@ def _first_that_fits(request: InitRequest, draft: Path, positions: int) -> str:
     """Return the run file with the first layout that fits; `draft` is written over."""
     # With torch, for which mistakes in options need not wait.
     from megarl.plan.build import plan_run
-    from megarl.plan.derive import FILL, H100_BYTES
+    from megarl.plan.recompute import FILL, H100_BYTES
 
     refusals: list[ConfigError] = []
     # The sizes with fewer devices per replica first, tp before pp.

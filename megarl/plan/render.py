@@ -8,8 +8,8 @@ from dataclasses import asdict
 from megarl.config.derived import Derived
 from megarl.config.target import target_in_words
 from megarl.host.unicode import visible
-from megarl.plan.derive import usable_bytes
-from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
+from megarl.plan.recompute import usable_bytes
+from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan, SupervisedPlan
 
 GIB = 2**30
 
@@ -216,3 +216,24 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
                 fits = "fits" if phase.total <= usable else "DOES NOT FIT"
                 verdict = f", {fits} {_gib(usable)} of {_gib(plan.device_bytes)}"
             yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"
+
+
+def supervised_lines(plan: SupervisedPlan) -> Iterator[str]:
+    """Write the plan of a supervised run as lines of text."""
+    yield f"plan of {plan.run} (megarl {plan.command}); nothing was started"
+    yield from target_lines()
+    yield from role_lines(plan.roles)
+    product = " × ".join(f"{axis} {plan.layout[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+    yield f"layout     {product} = {plan.num_ranks} ranks"
+    for name, counts in plan.data.items():
+        yield (
+            f"{name:<10} {counts['examples']:,} examples, {counts['tokens']:,} tokens, {counts['trained_tokens']:,} of "
+            f"them trained; the longest row has {counts['longest']:,}; dropped "
+            f"{counts['dropped']:,}, cut {counts['cut']:,}"
+        )
+    yield f"steps      {plan.total_steps:,} of {plan.batch_size:,} examples, which are {plan.epochs:.2f} epochs"
+    yield f"           up to {plan.micro_batches:,} micro-batches per replica"
+    yield from (f"           {note}" for note in plan.notes)
+    yield from shard_lines(plan.shards)
+    yield from derived_lines(plan.derived)
+    yield from (f"warning    {warning}" for warning in plan.warnings)

@@ -201,3 +201,27 @@ class RunPlan:
     missing: tuple[str, ...]
     hints: dict[str, int]
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedPlan:
+    """All that `--dry-run` reports of a supervised run; sizes are in bytes.
+
+    data: by set (train, val), the numbers that `count_examples` returns. epochs: passes over the training examples.
+    micro_batches: the largest number that one replica can have in a step.
+    """
+
+    run: str
+    command: str
+    roles: tuple[RolePlan, ...]
+    layout: dict[str, object]
+    num_ranks: int
+    data: dict[str, dict[str, int]]
+    total_steps: int
+    batch_size: int
+    epochs: float
+    micro_batches: int
+    shards: tuple[ShardPlan, ...]
+    notes: tuple[str, ...]
+    derived: tuple[Derived, ...]
+    warnings: tuple[str, ...]

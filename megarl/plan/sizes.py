@@ -2,33 +2,32 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
 from megarl.algos.build import algorithm_of
-from megarl.cluster.object_store import object_store
+from megarl.cluster.object_store import object_store, routing_bytes
 from megarl.cluster.placement import workers_per_node
-from megarl.cluster.roles import by_layout, model_key, roles_of
-from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens
+from megarl.cluster.roles import model_key, roles_of
+from megarl.config.batches import batch_counts, max_path_tokens, max_row_tokens, pass_bytes
 from megarl.config.check import check_train
 from megarl.config.check_model import check_model
 from megarl.config.derived import Derived, filled, host_group, left_open
-from megarl.config.layout import LayoutConfig
 from megarl.config.load import packaged
 from megarl.config.lora import sent_alone
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
 from megarl.errors import ConfigError
-from megarl.host.device.platform import platform
+from megarl.host.device.platform import assuming, platform
 from megarl.plan import memory as bytes_of
-from megarl.plan.derive import engine_share, moe_kernels, overlaps
-from megarl.plan.devices import plan_shard
+from megarl.plan.devices import plan_devices, plan_shard
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.recompute import choose_recompute, with_way
-from megarl.plan.run_plan import EnginePlan, RolePlan, ShardPlan
+from megarl.plan.recompute import H100_BYTES, choose_recompute, engine_share, moe_kernels, overlaps, with_way
+from megarl.plan.run_plan import DevicePlan, EnginePlan, RolePlan, ShardPlan
 from megarl.sync.plan.engine_shards import engine_needs, stage_range
 from megarl.train.forward import SOURCES, Variant
 from megarl.types import TokenQuantity
@@ -45,7 +44,7 @@ Needs: TypeAlias = frozenset[TokenQuantity]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRun:
-    """A checked run: its settings, with what is derived for null ones, its models, shards and engines.
+    """A run: its settings, with what is derived for null ones, its models, shards and engines, if it has any.
 
     needed: what is computed before updates.
     """
@@ -55,12 +54,21 @@ class SizedRun:
     specs: Mapping[Role, ModelSpec]
     needed: Collection[TokenQuantity]
     shards: list[ShardPlan]
-    engine: EnginePlan
-    derived: tuple[Derived, ...]
+    engine: EnginePlan | None = None
+    derived: tuple[Derived, ...] = ()
 
     @property
     def actor(self) -> ModelSpec:
         return self.specs[Role.ACTOR]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the trainer leaves its devices while engines generate."""
+        return self.config.placement.offload and self.engine is not None
+
+    def devices(self, staged: int = 0) -> list[DevicePlan]:
+        """Estimate the memory of the actor's devices, as `plan_devices` does."""
+        return plan_devices(self.roles, self.shards, self.engine, staged, offload=self.offloads)
 
 
 def needs_of(config: Config) -> tuple[Needs, tuple[RoleSpec, ...]]:
@@ -69,11 +77,24 @@ def needs_of(config: Config) -> tuple[Needs, tuple[RoleSpec, ...]]:
     return required, roles_of(config, required)
 
 
-def size_run(config: Config, device_bytes: int | None) -> SizedRun:
+def size_trainer(config: Config, spec: ModelSpec, needed: Needs) -> SizedRun:
+    """Plan what the ranks of a run hold whose models are all as `spec` says; engines are left out."""
+    roles = roles_of(config, needed)
+    specs = {role.role: spec for role in roles}
+    shards = plan_shards(config, roles, specs, needed)
+    return SizedRun(config=config, roles=roles, specs=specs, needed=needed, shards=shards)
+
+
+def size_run(config: Config, device_bytes: int | None = H100_BYTES) -> SizedRun:
     """Check a configuration as a run would, and plan what ranks and engines hold, by config.json alone.
 
-    Raises ConfigError. device_bytes: as for `plan_run`.
+    Raises ConfigError. device_bytes: memory of a GPU, on which the run is then planned, whatever this machine is.
     """
+    with nullcontext() if device_bytes is None else assuming("cuda"):
+        return _size_here(config, device_bytes)
+
+
+def _size_here(config: Config, device_bytes: int | None) -> SizedRun:
     check_train(config)
     config = with_local_models(config, weights=False)
     needed, roles = needs_of(config)
@@ -89,7 +110,7 @@ def size_run(config: Config, device_bytes: int | None) -> SizedRun:
         check_model(config, spec.hf_config, role.role, biased_experts=spec.family.linear_biases)
     config, roles, chosen = settle(config, roles, specs, needed, device_bytes)
     actor, shards = specs[Role.ACTOR], plan_shards(config, roles, specs, needed)
-    derived = derive(config, by_layout(roles), shards, device_bytes, experts=actor.dims.experts)
+    derived = derive(config, roles, shards, device_bytes, experts=actor.dims.experts)
     config = filled(config, derived)
     return SizedRun(
         config=config,
@@ -119,7 +140,7 @@ def settle(
         return plan_shards(config, roles, specs, needed)
 
     def engine_beside(shards: Sequence[ShardPlan], size: int) -> EnginePlan | None:
-        settings = filled(config, [engine_share(config.placement, by_layout(roles), shards, size)])
+        settings = filled(config, [engine_share(config.placement, roles, shards, size)])
         stage = engine_bytes(config, specs[Role.ACTOR], config.rollout.engine.pp)
         engine = plan_engine(settings, specs[Role.ACTOR].dims, stage, size)
         return engine if (engine.full_rows or 0) >= rows_at_once(config, engine) else None
@@ -132,7 +153,7 @@ def settle(
 
 def derive(
     config: Config,
-    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    roles: Sequence[RoleSpec],
     shards: Sequence[ShardPlan],
     device_bytes: int | None,
     *,
@@ -141,22 +162,28 @@ def derive(
 ) -> tuple[Derived, ...]:
     """Derive the settings of `megarl train` or eval that are null, in the order in which a dry run shows them.
 
-    layouts, shards: those of the trainer; empty if there is none. device_bytes: memory of a device, if it is known.
+    roles, shards: those of the trainer; empty if there is none. device_bytes: memory of a device, if it is known.
     experts: those of the actor.
     """
     found = (
         *moe_kernels(config.actor.moe, experts),
-        *(overlaps(config.actor) if layouts else ()),
-        engine_share(config.placement, layouts, shards, device_bytes),
+        *(overlaps(config.actor) if roles else ()),
+        engine_share(config.placement, roles, shards, device_bytes),
         host_group(config, platform()),
-        object_store(config, command),
+        store_of(config, command),
     )
     return left_open(config, found)
 
 
 def derive_trainer(config: Config, command: str) -> tuple[Derived, ...]:
     """Derive the settings of a command without engines that are null."""
-    return left_open(config, [*overlaps(config.actor), object_store(config, command)])
+    return left_open(config, [*overlaps(config.actor), store_of(config, command)])
+
+
+def store_of(config: Config, command: str, room: int | None = None) -> Derived | None:
+    """Derive the size of Ray's object store for a command; room: as for `object_store`."""
+    passed = pass_bytes(config, command, routing_bytes(config.model, config.actor.moe))
+    return object_store(config.cluster, passed, room=room)
 
 
 def plan_shards(

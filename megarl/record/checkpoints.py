@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from megarl.config.load import masked_settings, saved_config
-from megarl.config.schema import CheckpointConfig, Config, role_settings
+from megarl.config.schema import ActorConfig, CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.host.streams import print_lines
@@ -40,7 +40,8 @@ class RunState:
     """The driver's state in a checkpoint: all that the driver needs to continue after `step`.
 
     score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
-    num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
+    num_critic_steps: steps taken by the critic. settings: those of the run, as `masked_settings` returns them.
+    gate_passed: whether engine and trainer were compared before the first
     update. portable: whether optimizer states can be read under any layout. inputs: the files that the run computes
     from, as `megarl.record.inputs` recognises them.
     """
@@ -54,18 +55,26 @@ class RunState:
     algo: AlgoState
     source: Mapping[str, object]
     score: float | None
-    config: Config
+    settings: Mapping[str, object]
     portable: bool = True
     inputs: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def config(self) -> Config:
+        """The settings of the run, with secrets masked."""
+        return saved_config(self.settings)
+
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "config": masked_settings(self.config)}, indent=1)
+        fields = asdict(self)
+        return json.dumps({"config" if key == "settings" else key: fields[key] for key in fields}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
         algo = AlgoState(kl_coef=raw["algo"]["kl_coef"], entropy=EntropyState(**raw["algo"]["entropy"]))
-        return cls(**raw | {"algo": algo, "config": saved_config(raw["config"])})
+        state = cls(**{key: raw[key] for key in raw.keys() - {"config"}} | {"algo": algo, "settings": raw["config"]})
+        # Settings that cannot be read are found here.
+        return replace(state, settings=masked_settings(state.config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +84,12 @@ class Checkpoint:
     path: Path
     state: RunState
 
-    def same_layout(self, config: Config) -> frozenset[Role]:
-        """Return the roles that have the checkpoint's layout under `config`, so that ranks hold the same shards."""
-        before, now = role_settings(self.state.config), role_settings(config)
+    def same_layout(self, now: Mapping[str, ActorConfig]) -> frozenset[Role]:
+        """Return the roles that have the checkpoint's layout now, so that ranks hold the same shards.
+
+        now: what `role_settings` returns.
+        """
+        before = role_settings(self.state.config)
         return frozenset(role for role in Role if before[role].layout.division == now[role].layout.division)
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shlex
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import megarl
-from megarl.config.schema import Config
 
 FILES = (
     *("model.path", "model.config_path", "*.model_path", "*.lora.path", "rewards.judge_servers.*.model"),
@@ -91,10 +90,13 @@ class RunInputs:
     stock: Stock
 
     @classmethod
-    def of(cls, config: Config, command: str) -> "RunInputs":
-        """Look at the files that the settings of a command name; one that cannot be read is left to its reader."""
+    def of(cls, texts: Iterable[tuple[str, str]], command: str) -> "RunInputs":
+        """Look at the files that the settings of a command name; one that cannot be read is left to its reader.
+
+        texts: what `texts_of` yields.
+        """
         stock: Stock = {}
-        for key, text in texts_of(config):
+        for key, text in texts:
             readers = next(
                 (own for section, own in _READ_BY.items() if f"{key}.".startswith(f"{section}.")), (command,)
             )

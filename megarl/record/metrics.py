@@ -17,12 +17,12 @@ from megarl.config.load import read_saved
 from megarl.config.schema import RunConfig
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError, DataError
+from megarl.host.activity import doing
 from megarl.host.directory_lock import PLACE
 from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.streams import warnings
 from megarl.host.unicode import readable, visible
 from megarl.host.writing import dispensable, writing
-from megarl.record.activity import doing
 from megarl.record.json_lines import append_lines, iterate_lines, open_lines
 
 # The file that makes a checkpoint complete.

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,18 @@ _TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic",
 
 # Backward computes gradients of inputs and of weights: two matrix products for each one of forward.
 FORWARD_AND_BACKWARD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopForecast:
+    """Seconds that a planned step is expected to take, those in which a signal does not cut it short, and those of a
+    checkpoint. host: the least bytes of host memory that the fullest node needs, by what needs them.
+    """
+
+    step: float
+    uncut: float
+    checkpoint: float
+    host: Mapping[str, int] = field(default_factory=dict)
 
 
 def forward_flops(dims: Dims, *, num_tokens: int, num_head_tokens: int) -> int:

@@ -10,9 +10,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megarl.host.activity import printed
 from megarl.host.streams import print_lines, printing, shown
 from megarl.host.unicode import visible
-from megarl.record.activity import printed
 
 # Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
 ETA_WINDOW_STEPS = 10

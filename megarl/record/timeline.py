@@ -1,5 +1,8 @@
-"""Record when the trainer and each engine worked (RUN/timeline.jsonl), and measure how long each side was idle."""
+"""Record when the trainer and each engine worked (RUN/timeline.jsonl), measure how long each side was idle, and write
+all that in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+"""
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError
+from megarl.host.sharing import shared_as
 from megarl.host.unicode import visible
+from megarl.host.writing import replacing
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import Stage
 
@@ -144,3 +149,56 @@ def idle_metrics(stages: Sequence[Stage], engines: Mapping[str, Sequence[tuple[f
     busy = [covered_s(times, window) / length for times in engines.values()]
     idle = {"perf/trainer_idle_frac": 1 - covered_s(work, window) / length}
     return idle | ({"perf/engine_idle_frac": 1 - sum(busy) / len(busy)} if busy else {})
+
+
+# All lanes are threads of one process.
+_PROCESS = 1
+
+
+def write_trace(timeline: Path, out: Path) -> None:
+    """Write the trace of a timeline (RUN/timeline.jsonl) to a file, which is replaced if it exists."""
+    intervals = read_timeline(timeline)
+    if not intervals:
+        raise DataError(f"{timeline} holds no intervals yet, expected at least one line; wait for the first step")
+    run = timeline.resolve().parent.name
+    if not out.parent.is_dir():
+        raise DataError(
+            f"cannot write {out}: there is no directory {out.parent}; make it, or choose another with --out"
+        )
+    with shared_as(timeline.parent), replacing(out) as file:
+        file.write_text(
+            json.dumps({"traceEvents": trace_events(intervals, run), "displayTimeUnit": "ms"}), encoding="utf-8"
+        )
+
+
+def trace_events(intervals: Sequence[Interval], run: str) -> list[dict[str, object]]:
+    """Return a complete event (ph X) for each interval, after metadata events (ph M) that name the run and its lanes.
+
+    Times ts and durations dur are whole microseconds since the first interval's start. Both ends of an interval are
+    rounded, not its duration: so intervals that touch or lie within one another still do.
+
+    >>> gen = Interval(lane="trainer", name="gen", start_s=1700000000.0, end_s=1700000000.5, step=1)
+    >>> trace_events([gen], "sums")[-1]
+    {'name': 'gen', 'ph': 'X', 'ts': 0, 'dur': 500000, 'pid': 1, 'tid': 1, 'args': {'step': 1}}
+    """
+    first_s = min(interval.start_s for interval in intervals)
+    threads = {lane: number for number, lane in enumerate(lanes_of(intervals), start=1)}
+    events: list[dict[str, object]] = [{"name": "process_name", "ph": "M", "pid": _PROCESS, "args": {"name": run}}]
+    for lane, tid in threads.items():
+        thread = {"ph": "M", "pid": _PROCESS, "tid": tid}
+        events.append({"name": "thread_name", **thread, "args": {"name": lane}})
+        events.append({"name": "thread_sort_index", **thread, "args": {"sort_index": tid}})
+    for interval in intervals:
+        start, end = (round((time_s - first_s) * 1e6) for time_s in (interval.start_s, interval.end_s))
+        events.append(
+            {
+                "name": interval.name,
+                "ph": "X",
+                "ts": start,
+                "dur": end - start,
+                "pid": _PROCESS,
+                "tid": threads[interval.lane],
+                "args": {"step": interval.step},
+            }
+        )
+    return events

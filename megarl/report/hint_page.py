@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from megarl.host.unicode import visible
 from megarl.record.text_table import align
-from megarl.report.html import render_html
-from megarl.report.marked_text import FULL_GAIN, gain_text, visible_text
+from megarl.report.html import FULL_GAIN, gain_text, render_html, visible_text
 from megarl.report.template import STYLE
 
 # Answers of each verdict that a terminal shows; the page shows all.

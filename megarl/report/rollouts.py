@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.host.writing import replacing_directory
-from megarl.record.answers import JudgedAnswer, read_answers
 from megarl.record.metrics import RunPaths, step_of
-from megarl.record.rollouts import RolloutRecord, read_rollouts
+from megarl.record.rollouts import JudgedAnswer, RolloutRecord, read_answers, read_rollouts
 
 BROWSER = Path(__file__).parent / "browser"
 # A piece ends with the sample that brings its texts to this many characters.

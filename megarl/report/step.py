@@ -26,9 +26,9 @@ from megarl.record.metrics import RunPaths
 from megarl.record.rollouts import RolloutRecord, read_rollouts
 from megarl.record.text_table import align
 from megarl.record.timeline import STEP_LANE, TRAINER_LANE, WAITING, covered_s
+from megarl.report.figures import StepWindow, window_of
 from megarl.report.learning_curve import samples_per_step
 from megarl.report.run import Run
-from megarl.report.timeline import StepWindow, window_of
 
 Numbers: TypeAlias = npt.NDArray[np.float32]
 

@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from megarl.host.unicode import visible
 from megarl.host.writing import replacing
+from megarl.report.figures import draw_timeline, timeline_inches
 from megarl.report.step import StepExplanation
 from megarl.report.style import INK, MUTED, color_of, figure_style, save_png, to_svg
-from megarl.report.timeline import draw_timeline, timeline_inches
 
 WIDTH_INCHES, ROW_INCHES = 11.2, 3.2
 # More rows and columns than these would be too small to see; longer rows have several tokens to a column.

@@ -3,8 +3,7 @@ models.
 """
 
 from megarl.rewards import choices, code, countdown, final_number, luffy, mathematics, reasoning_gym
-from megarl.rewards.scorers import PARSE_FAILED, SCORERS, Scorer
-from megarl.rewards.sources import SOURCES, SourceSpec, score, source_spec
+from megarl.rewards.scorers import PARSE_FAILED, SCORERS, SOURCES, Scorer, SourceSpec, score, source_spec
 
 __all__ = [
     "PARSE_FAILED",

@@ -17,8 +17,7 @@ from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text
 from megarl.rewards.background import BackgroundLoop
 from megarl.rewards.judge import Judged, Tally, mean_of
-from megarl.rewards.service_key import read_service_key
-from megarl.rewards.wire import UNJUDGED, BadReplyError, ServiceReply, decode_reply, encode_request
+from megarl.rewards.wire import UNJUDGED, BadReplyError, ServiceReply, decode_reply, encode_request, read_service_key
 from megarl.types import DROPPED, Reward
 from megarl.types.judged import FinishedSample, Trouble
 

@@ -11,8 +11,7 @@ from megarl.rewards.code.scorer import CODE, CodeOptions, Credit
 from megarl.rewards.custom import CustomFunctions, CustomSession
 from megarl.rewards.judge import Judged, Tally, mean_of
 from megarl.rewards.question import Question, Verdict
-from megarl.rewards.scorers import PARSE_FAILED, SCORERS
-from megarl.rewards.sources import SOURCES, SourceSpec, judge_by_source, source_spec
+from megarl.rewards.scorers import PARSE_FAILED, SCORERS, SOURCES, SourceSpec, judge_by_source, source_spec
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
 from megarl.types import DROPPED, Reward
 from megarl.types.judged import FinishedSample, Trouble

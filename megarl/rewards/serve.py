@@ -21,8 +21,7 @@ from megarl.host.streams import print_lines
 from megarl.host.unicode import plain
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
-from megarl.rewards.service_key import read_service_key
-from megarl.rewards.wire import NO_OPINION, UNJUDGED
+from megarl.rewards.wire import NO_OPINION, UNJUDGED, read_service_key
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20

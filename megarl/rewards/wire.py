@@ -10,13 +10,33 @@ that other answers of the service have, but on which it has no opinion in any of
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from megarl.errors import ConfigError
 from megarl.types import DROPPED, Reward
 from megarl.types.judged import FinishedSample
+
+# Shorter ones could be guessed.
+MIN_CHARS = 16
+
+
+def read_service_key(variable: str, *, setting: str) -> str:
+    """Return the key in an environment variable that `setting` names. ConfigError if it is unset, short or no text that
+    a header can carry, without showing it.
+    """
+    key = os.environ.get(variable, "")
+    if len(key) < MIN_CHARS or not (key.isascii() and key.isprintable()) or " " in key:
+        got = f"{len(key)} characters" if key else "nothing"
+        raise ConfigError(
+            f"{setting}: the environment variable {variable} holds {got}, expected a key of at least {MIN_CHARS} "
+            f"printable ASCII characters without spaces; make one with: openssl rand -hex 32"
+        )
+    return key
+
 
 # The entry of "extra_logs" that says for each row why it has no reward.
 UNJUDGED = "unjudged"

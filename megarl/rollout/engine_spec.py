@@ -1,10 +1,10 @@
-"""Derive the settings with which vLLM's engines start from a run's configuration."""
+"""Define the settings with which an engine starts, and derive vLLM's arguments from them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.lora import LoraConfig, sent_alone
-from megarl.config.schema import Config, EngineConfig
+from megarl.config.engine import EngineConfig
+from megarl.config.lora import LoraConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.host.reading import MODEL_REMEDY, read_object
@@ -71,32 +71,6 @@ class EngineSpec:
     node: EngineNode | None = None
     lora: LoraConfig | None = None
     vision: Vision | None = None
-
-
-def engine_spec(config: Config) -> EngineSpec:
-    """Derive the engine's settings from a run's; by default the context holds the longest prompt and response."""
-    longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
-    needed = config.data.max_prompt_tokens + longest
-    engine = config.rollout.engine
-    if config.run.deterministic:
-        # A cached prefix was computed in another batch than a new one would be: bits would depend on earlier requests.
-        engine = replace(engine, prefix_caching=False)
-    return EngineSpec(
-        model_path=config.model.path,
-        dtype=engine.dtype or config.model.dtype,
-        seed=config.run.seed,
-        max_model_tokens=engine.max_model_tokens or needed,
-        config=engine,
-        can_sleep=config.placement.offload,
-        suspends_nccl=config.placement.suspend_nccl,
-        max_nucleus=max(config.rollout.top_k, 0),
-        head_tokens=config.rollout.head_tokens,
-        batch_invariant=(config.run.deterministic or config.run.batch_invariant) and platform().has_batch_invariance,
-        captures_routing=config.actor.moe.replay_routing and config.rollout.source == "vllm",
-        binds=config.placement.bind_numa,
-        lora=sent_alone(config.actor.lora),
-        vision=None if (store := config.image_store) is None else Vision(store=store, train=config.actor.vision.train),
-    )
 
 
 def rounding_of(spec: EngineSpec) -> str | None:

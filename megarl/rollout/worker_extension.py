@@ -31,8 +31,8 @@ from megarl.sync.transport.ends import BridgeReceiver
 from megarl.sync.transport.routed import RoutedReceiver
 from megarl.sync.transport.transports import ProcessPlan
 from megarl.types.seeds import span_seed
-from megarl.weights.adapter_files import PREFIX
 from megarl.weights.families import read_model_spec
+from megarl.weights.peft_files import PREFIX
 from megarl.weights.slices import checksum
 from megarl.weights.towers import is_trained
 

@@ -34,7 +34,7 @@ def add_bisect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _bisect(arguments: argparse.Namespace) -> None:
-    from megarl.record.activity import shown
+    from megarl.host.activity import shown
 
     if arguments.model is not None and "=" in str(arguments.run_dir):
         arguments.overrides.insert(0, str(arguments.run_dir))
@@ -105,8 +105,8 @@ def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) ->
     from megarl.cluster.cluster import Cluster
     from megarl.cluster.offloading import LOAD, MemoryLedger, built_parts
     from megarl.cluster.roles import actor_role
+    from megarl.host.activity import doing
     from megarl.plan.build import derive_run
-    from megarl.record.activity import doing
     from megarl.run.start import starting
     from megarl.train.export import export_model
     from megarl.types.messages import LoadRequest

@@ -42,10 +42,10 @@ from megarl.record.checkpoints import Command
 from megarl.record.inputs import FILES, texts_of
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
-from megarl.rewards.custom.load import look_for
+from megarl.rewards.custom.signatures import look_for
 from megarl.rewards.routes import check_sources
 from megarl.run.resume import check_resumed
-from megarl.train.models import check_image_engines, open_model
+from megarl.train.inputs import check_image_engines, open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.types import Prompt
 from megarl.weights.families import read_model_spec

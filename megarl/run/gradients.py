@@ -60,7 +60,7 @@ def add_compare_gradients(commands: "argparse._SubParsersAction[argparse.Argumen
 
 def _compare(arguments: argparse.Namespace) -> None:
     from megarl.bisect.gradients import compare_gradients
-    from megarl.record.activity import shown
+    from megarl.host.activity import shown
     from megarl.record.text_table import align
     from megarl.weights.safetensors_headers import model_files
     from megarl.weights.safetensors_map import map_model

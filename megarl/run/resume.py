@@ -26,7 +26,7 @@ from megarl.record.checkpoints import (
     last_checkpoint,
     torn_steps,
 )
-from megarl.record.inputs import FILES, RunInputs
+from megarl.record.inputs import FILES, RunInputs, texts_of
 from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
@@ -113,7 +113,7 @@ def find_checkpoint(
                 f"choose another run.name, or pass --overwrite"
             )
         return None
-    changed, moved, _ = (files or RunInputs.of(config, command)).changes_since(checkpoint.state.inputs)
+    changed, moved, _ = (files or RunInputs.of(texts_of(config), command)).changes_since(checkpoint.state.inputs)
     allowed = _require_continuable(checkpoint, config, command, tuple(f"{key}:" for key in moved))
     compared = {key: names for key, names in changed.items() if not f"{key}:".startswith(allowed)}
     require_same_files(checkpoint, config, compared, remedy="choose another run.name")
@@ -235,7 +235,7 @@ def resume_notes(checkpoint: Checkpoint, config: Config, files: RunInputs) -> li
     changed, _, untold = files.changes_since(checkpoint.state.inputs)
     notes += [f"changed since the checkpoint: {key}: {', '.join(names)}" for key, names in changed.items()]
     notes += [f"written anew since the checkpoint, perhaps the same: {name}" for name in untold]
-    if len(checkpoint.same_layout(config)) < len(Role):
+    if len(checkpoint.same_layout(role_settings(config))) < len(Role):
         notes.append("another layout: random number generators are seeded anew")
     return notes
 

@@ -17,8 +17,8 @@ from megarl.config.load import load_config, with_overrides
 from megarl.config.schema import Config
 from megarl.data.answers import response_decoder
 from megarl.errors import ConfigError, RunError
+from megarl.host.activity import LiveStatus, doing
 from megarl.host.streams import print_lines
-from megarl.record.activity import LiveStatus, doing
 from megarl.rollout.source import Group, begin, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.session_inputs import PromptLike, open_session_inputs, require_computable, weighted_rows

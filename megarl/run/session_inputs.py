@@ -12,8 +12,7 @@ import torch
 from megarl.algos.build import algorithm_of, check_loop
 from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.corrections import CORRECTION
-from megarl.algos.objectives import ALGORITHM, objective_by_name
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ALGORITHM, ValueLoss, objective_by_name
 from megarl.cluster.roles import reference_role, roles_of
 from megarl.config.check import check_session
 from megarl.config.schema import Config
@@ -26,8 +25,7 @@ from megarl.data.vocabulary import Vocabulary
 from megarl.environments import tools_of
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.source import SamplingPlan
-from megarl.train.inputs import check_role_models
-from megarl.train.models import check_image_engines, open_model
+from megarl.train.inputs import check_image_engines, check_role_models, open_model
 from megarl.train.passes import CountedObjective
 from megarl.train.rehearsal import rehearse
 from megarl.types import (

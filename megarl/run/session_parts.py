@@ -2,27 +2,31 @@
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ValueLoss
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.roles import engine_spec
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.workers import RoleWorkers
+from megarl.config.load import masked_settings
+from megarl.config.schema import role_settings
 from megarl.errors import ConfigError, RunError, WorkerError
+from megarl.host.activity import doing
 from megarl.host.writing import writing
 from megarl.plan.build import derive_run, settle_run
 from megarl.plan.sizes import derive_trainer
-from megarl.record.activity import doing
 from megarl.record.checkpoints import RunState, mark_complete, read_checkpoint
-from megarl.record.inputs import RunInputs
+from megarl.record.inputs import RunInputs, texts_of
 from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.run.resume import require_same_files
 from megarl.run.session_inputs import SessionInputs
 from megarl.train.canary import Canary, open_canary
-from megarl.train.inputs import open_sampler
+from megarl.train.gate import MismatchGate
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
-from megarl.train.prompt_queue import PromptQueue
+from megarl.train.prompt_queue import PromptQueue, open_sampler
 from megarl.types import AlgoState
 from megarl.types.messages import LoadRequest, Role
 from megarl.weights.families import read_model_spec
@@ -70,7 +74,7 @@ class SessionParts:
             algo=algo,
             source={},
             score=None,
-            config=self.inputs.config,
+            settings=masked_settings(self.inputs.config),
             inputs=self.files.to_json(),
         )
         self.memory.enter(offloading.checkpointing(self.inputs.roles))
@@ -96,7 +100,7 @@ class SessionParts:
             saved_files = {key: each for key, each in state.inputs.items() if key in self.files.stock}
             changed, _, _ = self.files.changes_since(saved_files)
             require_same_files(checkpoint, self.inputs.config, changed, remedy="pass weights_only=True")
-        same = checkpoint.same_layout(self.inputs.config)
+        same = checkpoint.same_layout(role_settings(self.inputs.config))
         self.memory.enter(offloading.checkpointing(self.inputs.roles))
         if self.canary is not None:
             self.canary.forget()
@@ -137,12 +141,14 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
     config, roles = settle_run(inputs.config, inputs.roles, inputs.algorithm.requires())
     inputs = replace(inputs, config=config, roles=roles)
     derived = derive_trainer(config, "train")
-    files = RunInputs.of(config, "session")
+    files = RunInputs.of(texts_of(config), "session")
     files.hash_in_background()
     if with_engines:
         derived = derive_run(config, roles, inputs.algorithm.requires())
-    logs = RunPaths.of(config.run).logs
-    cluster = stack.enter_context(Cluster(config, roles=roles, with_engine=with_engines, log_dir=logs, derived=derived))
+    paths, rollout = RunPaths.of(config.run), config.rollout
+    cluster = stack.enter_context(
+        Cluster(config, roles=roles, with_engine=with_engines, log_dir=paths.logs, derived=derived)
+    )
     workers, offloads = cluster.workers, config.placement.offload and with_engines
     memory = offloading.MemoryLedger(workers, cluster.engines, enabled=offloads)
     memory.enter(offloading.LOAD)
@@ -154,22 +160,29 @@ def open_parts(stack: contextlib.ExitStack, inputs: SessionInputs, *, with_engin
     }
     passes: dict[Role, RolePasses] = {}
     for role in roles:
-        dims, temperature = read_model_spec(role.model.path).dims, config.rollout.temperature
+        dims, temperature = read_model_spec(role.model.path).dims, rollout.temperature
         passes[role.role] = (
             RoleUpdater(workers, role, own[role.role], total_steps=1, temperature=temperature, dims=dims)
             if role.trainable
             else RolePasses(workers, role, temperature=temperature, dims=dims)
         )
     supervisor = cluster.supervisor(config, memory, cluster.weight_sync) if with_engines else None
+    gate = MismatchGate(config.trainer, config.model, rollout.engine)
+    canary_of = partial(
+        open_canary, limit=gate.limit, max_model_tokens=engine_spec(config).max_model_tokens, file=paths.canary
+    )
     actor = passes[Role.ACTOR]
+    sampler_of = partial(open_sampler, config.data, config.trainer, rollout.schedule, seed=config.run.seed)
     parts = SessionParts(
         inputs=inputs,
         workers=workers,
         memory=memory,
         passes=passes,
         supervisor=supervisor,
-        canary=None if supervisor is None else open_canary(config, cluster.engines, supervisor, memory, actor),
-        queue=None if inputs.prompts is None else PromptQueue(open_sampler(config, inputs.prompts)),
+        canary=None
+        if supervisor is None
+        else canary_of(cluster.engines, supervisor, memory, actor, config.sync, rollout),
+        queue=None if inputs.prompts is None else PromptQueue(sampler_of(inputs.prompts)),
         files=files,
     )
     if supervisor is not None:

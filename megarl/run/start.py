@@ -7,19 +7,18 @@ from pathlib import Path
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
+from megarl.host.activity import current_activity, doing
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
 from megarl.host.temp_dir import choose_temp_root, temp_root
 from megarl.host.writing import dispensable, writing
 from megarl.launch.status import Heartbeat
-from megarl.plan.build import derive_run, settle_run, start_warnings
+from megarl.plan.build import derive_run, open_task, settle_run, start_warnings
 from megarl.plan.render import derived_lines
 from megarl.plan.sizes import derive_trainer
-from megarl.plan.supervised import open_task
-from megarl.record.activity import current_activity, doing
 from megarl.record.checkpoints import Checkpoint, Command, Resume, forget_after
-from megarl.record.inputs import RunInputs
+from megarl.record.inputs import RunInputs, texts_of
 from megarl.record.metrics import RunPaths
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
@@ -46,7 +45,7 @@ def train(config: Config, *, overwrite: bool = False, resume: Resume | None = No
         config, roles = settle_run(inputs.config, inputs.roles, inputs.algorithm.requires())
         inputs = replace(inputs, config=config, roles=roles)
         derived = derive_run(config, roles, inputs.algorithm.requires())
-        files = RunInputs.of(config, "train")
+        files = RunInputs.of(texts_of(config), "train")
         checkpoint = find_checkpoint(config, "train", resume, files) if resume else None
         with recorded(config, lock, checkpoint, files, overwrite=overwrite, resumes=resume is not None) as recorder:
             for warning in (*inputs.warnings, *start_warnings(config)):
@@ -80,7 +79,7 @@ def train_supervised(
         inputs, task, config = opened.inputs, opened.task, opened.inputs.config
         print_lines(*derived_lines(chosen))
         derived = derive_trainer(config, command)
-        files = RunInputs.of(config, command)
+        files = RunInputs.of(texts_of(config), command)
         checkpoint = find_checkpoint(config, command, resume, files) if resume else None
         with recorded(config, lock, checkpoint, files, overwrite=overwrite, resumes=resume is not None) as recorder:
             for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):

@@ -1,8 +1,13 @@
-"""Define the commands that look at a run's directory: status, report, learning-curve, explain-step and trace."""
+"""Define the commands that look at a run's directory (status, report, learning-curve, explain-step, trace), at this
+machine (doctor) and at a plugin.
+"""
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from megarl.errors import ConfigError
+from megarl.host.exit_codes import EXIT_FAILED
 from megarl.host.streams import print_lines
 
 
@@ -78,8 +83,67 @@ def _explain_step(arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace) -> None:
     from megarl.record.metrics import RunPaths
-    from megarl.record.trace import write_trace
+    from megarl.record.timeline import write_trace
 
     out = arguments.out or RunPaths(arguments.run_dir).trace
     write_trace(RunPaths(arguments.run_dir).timeline, out)
     print_lines(f"wrote {out}; open it on ui.perfetto.dev")
+
+
+def add_check_plugin(commands: Any) -> None:
+    """Add the command `check-plugin` to the commands of a parser."""
+    command = commands.add_parser("check-plugin", help="try losses, rewards, environments and agents of one's own")
+    command.add_argument("file", metavar="FILE", help="a Python file, or what of it to try: FILE.py:NAME")
+    command.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="time limit; default: 60")
+    command.set_defaults(run=_check_plugin)
+
+
+def _check_plugin(arguments: argparse.Namespace) -> None:
+    from megarl.config.load import with_overrides
+    from megarl.config.schema import Config
+    from megarl.train.rehearsal import Trial, try_out
+
+    file, _, name = arguments.file.partition(".py:")
+    file = f"{file}.py" if name else file
+    if not file.endswith(".py"):
+        raise ConfigError(f"megarl check-plugin: got {arguments.file}, expected a Python file, its name ending in .py")
+    # It may be for a run that reads images.
+    chosen = ["data.image_key=images", f"algo.plugins=[{file!r}]", f"run.rehearsal_s={arguments.limit_s}"]
+    config = with_overrides(Config(), chosen)
+    found = try_out(Trial(config=config, every=not name, file=file, name=name))
+    # A mistake begins with the file, and names the part.
+    mistaken = [
+        about for about in found.tried if any(about.rpartition(": ")[2] in mistake for mistake in found.mistakes)
+    ]
+    lines = [f"{about}: well" for about in found.tried[1:] if about not in mistaken]
+    lines += [f"warning: {warning}" for warning in found.warnings]
+    for line in (*lines, *(f"mistake: {mistake}" for mistake in found.mistakes)):
+        print_lines(line)
+    if found.mistakes:
+        raise SystemExit(EXIT_FAILED)
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command `doctor` to the commands of a parser."""
+    doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--security", action="store_true", help="check instead who else can read, steer or join runs")
+    doctor.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="with --security, check this run as well")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from megarl.doctor.render import print_diagnosis, print_security
+
+    if arguments.security:
+        from megarl.weights.dist_index import require_plain_data
+
+        is_well = print_security(arguments.run_dir, require_plain_data, as_json=arguments.json)
+    elif arguments.run_dir is not None:
+        raise ConfigError(f"megarl doctor: got {arguments.run_dir}; a run is only checked with --security")
+    else:
+        from megarl.parallel.backend import check_megatron
+
+        is_well = print_diagnosis(check_megatron, as_json=arguments.json)
+    if not is_well:
+        raise SystemExit(EXIT_FAILED)

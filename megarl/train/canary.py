@@ -16,16 +16,14 @@ from pathlib import Path
 from megarl.cluster import offloading
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.supervisor import EngineSupervisor
-from megarl.config.schema import Config
+from megarl.config.generation import RolloutConfig, SyncConfig
 from megarl.errors import MismatchError, WeightSyncError, WorkerError
 from megarl.host.clock import awake_s
 from megarl.host.writing import dispensable, replacing
-from megarl.record.metrics import RunPaths
 from megarl.rollout.canary import NUM_PROMPTS, block_tokens, canary_requests, held_digests
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
-from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.vllm_source import extended
-from megarl.train.gate import MismatchGate, mismatch_of
+from megarl.train.gate import mismatch_of
 from megarl.train.passes import Passes
 from megarl.types import FinishReason, FloatArray, Prompt, Row, Sample, prompt_segment, row_from_sample
 
@@ -262,18 +260,27 @@ def _rows(engine: int, requests: Sequence[GenerationRequest], completions: Seque
 
 
 def open_canary(
-    config: Config, engines: EngineGroup, supervisor: EngineSupervisor, memory: offloading.MemoryLedger, actor: Passes
+    engines: EngineGroup,
+    supervisor: EngineSupervisor,
+    memory: offloading.MemoryLedger,
+    actor: Passes,
+    sync: SyncConfig,
+    rollout: RolloutConfig,
+    *,
+    max_model_tokens: int,
+    limit: float,
+    file: Path,
 ) -> Canary:
-    """Return the canary of a run with these settings."""
+    """Return the canary of engines whose context is so long. limit, file: as for `Canary`."""
     return Canary(
-        every=config.sync.canary_every,
-        limit=MismatchGate(config.trainer, config.model, config.rollout.engine).limit,
-        room=min(actor.room, engine_spec(config).max_model_tokens),
-        temperature=config.rollout.temperature,
+        every=sync.canary_every,
+        limit=limit,
+        room=min(actor.room, max_model_tokens),
+        temperature=rollout.temperature,
         engines=engines,
         passes=actor,
         enter=memory.enter,
         resend=partial(supervisor.push, verify=True),
         holds=not memory.enabled,
-        file=RunPaths.of(config.run).canary,
+        file=file,
     )

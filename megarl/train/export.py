@@ -14,10 +14,10 @@ from megarl.host.streams import print_lines
 from megarl.host.writing import put_directory, writing
 from megarl.record.metrics import RunPaths
 from megarl.types.messages import Head, RoleSpec
-from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.adapters import adapter_spec, lost_in_peft
 from megarl.weights.companions import copy_companions, exported_config, write_config
 from megarl.weights.families import read_hf_config, read_model_spec
+from megarl.weights.peft_files import create_adapter_files
 from megarl.weights.safetensors_map import TensorSpec, create_model_files, map_model, untrained_tensors, weight_specs
 
 if TYPE_CHECKING:

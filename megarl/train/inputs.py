@@ -16,32 +16,34 @@ from megarl.config.check import check_train
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.check_model import check_model
 from megarl.config.check_optimizers import warmup_warnings
-from megarl.config.schema import Config, role_settings
+from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn, require_tools
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.images import DataImages
 from megarl.data.prompts import PromptDataset
-from megarl.data.sampler import Sampler, prompt_sampler, train_files
+from megarl.data.sampler import train_files
 from megarl.data.teacher_tokens import TeacherTokens
 from megarl.data.vocabulary import Vocabulary, check_vocabulary
 from megarl.environments import check_replies, tools_of
 from megarl.errors import ConfigError, DataError
+from megarl.host.device.platform import platform
+from megarl.parallel.backend import flex_obstacle, packs_attention
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
 from megarl.train.forward import HINT_QUANTITIES
 from megarl.train.hinted import HintWriter, open_hints
-from megarl.train.model_judge import ConversationEncoder
-from megarl.train.models import open_model
+from megarl.train.model_judge import ConversationEncoder, max_reward_tokens
+from megarl.train.prompt_queue import open_sampler
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.train.rows import stated_difficulty
-from megarl.train.teachers import common_tokens, open_teachers
+from megarl.train.served_teacher import common_tokens, open_teachers
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
-from megarl.weights.adapter_files import read_adapters
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.hub import with_local_models
+from megarl.weights.peft_files import read_adapters
 from megarl.weights.safetensors_headers import check_tensors, model_files, read_header
 from megarl.weights.tables import OUTPUT_HEAD, VALUE_HEAD
 
@@ -88,21 +90,42 @@ class TrainInputs:
         return [*setting_warnings(self.config), *of_model, *of_teachers, *of_files, *hints]
 
 
-def open_sampler(config: Config, train: PromptDataset) -> Sampler:
-    """Return the sampler of training prompts; ConfigError if fewer than a batch needs, or are under way."""
-    under_way = (config.rollout.schedule.staleness + 1) * config.trainer.prompts_per_step
-    if config.rollout.schedule.staleness and len(train) < under_way:
+def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
+    """Read config.json and the checkpoint's headers; ConfigError for a model that family or layout cannot take, or
+    that cannot read the data's images.
+    """
+    tower = None if config.data.image_key is None else config.actor.vision.train
+    spec = read_model_spec(config.model.path, tower=tower)
+    check_model(config, spec.hf_config, for_sft=for_sft, biased_experts=spec.family.linear_biases)
+    layers, cp, chosen = range(spec.dims.num_layers), config.actor.layout.cp, config.actor.prefix_attention
+    own = chosen == "flex" or any(packs_attention(spec.attention_of(layer), cp=cp) for layer in layers)
+    if config.run.batch_invariant and own:
         raise ConfigError(
-            f"data.train: has {len(train)} prompts, expected at least (rollout.schedule.staleness + 1) · "
-            f"trainer.prompts_per_step = {under_way}, which are under way at a time; add prompts, or lower one of them"
+            f"run.batch_invariant: got true, but with actor.layout.cp={cp} and actor.prefix_attention="
+            f"{chosen or 'null'} Transformer Engine does not compute this model's attention, and the results of "
+            "megarl's own depend on the rows beside; set it to false"
         )
-    return prompt_sampler(
-        config.data.train,
-        train.num_prompts_by_file,
-        batch_size=config.trainer.prompts_per_step,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-    )
+    if chosen == "flex" and (obstacle := flex_obstacle(spec)) is not None:
+        raise ConfigError(
+            f"actor.prefix_attention: got flex for a model with {obstacle}; set actor.prefix_attention=null"
+        )
+    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors(), copies=spec.copies())
+    if config.actor.lora is not None and config.actor.lora.path is not None:
+        read_adapters(spec, config.actor.lora)
+    return spec
+
+
+def check_image_engines(config: Config) -> None:
+    """Raise ConfigError for images that engines on this device would read otherwise than the trainer."""
+    if config.data.image_key is None or platform().name != "cpu":
+        return
+    family = read_model_spec(config.model.path).family
+    if family.sees_whole_images:
+        raise ConfigError(
+            f"data.image_key: got {config.data.image_key}, but tokens of an image attend to later ones in a model of "
+            f"the family {family.name}, and vLLM's attention on CPUs is causal; sample on GPUs, or train on "
+            "demonstrations, preferences or a teacher's log-probs, which needs no engine"
+        )
 
 
 def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -124,8 +147,15 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
             check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
             lora = role.settings.lora
             read = {} if lora is None or lora.path is None else read_adapters(spec, lora, scalar_head=True)
-            if VALUE_HEAD not in read:
-                _require_trained_head(spec, role, key)
+            files = model_files(spec.path)
+            if not role.trainable and VALUE_HEAD not in read and not any(VALUE_HEAD in read_header(f) for f in files):
+                lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
+                if role.role is Role.REWARD:
+                    raise ConfigError(f"{key}: {lacking}; set it to the export of a megarl train-reward run")
+                raise ConfigError(
+                    f"critic.freeze: got true, but {lacking}; set critic.model_path to a critic that a run exported, "
+                    "or critic.freeze=false"
+                )
         else:
             check_tensors(spec.path, spec.expected_tensors(), ignored=ignored, copies=spec.copies())
         # A reward model may have another tokenizer: it reads conversations.
@@ -149,19 +179,6 @@ def _require_rows(config: Config, tokenizer: "PreTrainedTokenizerBase", spec: Mo
             f"{tokenizer.convert_ids_to_tokens(last)!r} with id {last} (vocab_size={spec.dims.vocab}), which the "
             f"policy may write (vocab_size={num_rows}); resize its embeddings, or use another model"
         )
-
-
-def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
-    """Raise ConfigError for a frozen critic or reward model without a value head, which would be 0 in every run."""
-    if role.trainable or any(VALUE_HEAD in read_header(file) for file in model_files(spec.path)):
-        return
-    lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
-    if role.role is Role.REWARD:
-        raise ConfigError(f"{key}: {lacking}; set it to the export of a megarl train-reward run")
-    raise ConfigError(
-        f"critic.freeze: got true, but {lacking}; set critic.model_path to a critic that a run exported, or "
-        "critic.freeze=false"
-    )
 
 
 def setting_warnings(config: Config) -> list[str]:
@@ -194,7 +211,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
         check_train(config)
     _require_fitting(config, train)
-    open_sampler(config, train)
+    open_sampler(config.data, config.trainer, config.rollout.schedule, train, seed=config.run.seed)
     hints, survey = None, None
     if algorithm.requires() & HINT_QUANTITIES or config.algo.distill.teacher == "hint":
         readers = [spec, *(read_model_spec(role.model.path) for role in roles if role.role is Role.TEACHER)]
@@ -203,8 +220,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
         hints = open_hints(config.algo, config.environment, tokenizer, room, vocabulary)
         survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
         survey.require_some(hints.placer)
-    rewarded = any(role.role is Role.REWARD for role in roles)
-    conversations = _open_conversations(config, tokenizer, answers) if rewarded else None
+    judge = next((role for role in roles if role.role is Role.REWARD), None)
+    conversations = None if judge is None else _open_conversations(config, judge, tokenizer, answers)
     for data in (train, val):
         if data is not None:
             for prompt in (data[i] for i in range(len(data)) if asked and "teacher" not in asked):
@@ -300,18 +317,20 @@ def _open_prompts(
     )
 
 
-def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", answers: Answers) -> ConversationEncoder:
+def _open_conversations(
+    config: Config, judge: RoleSpec, tokenizer: "PreTrainedTokenizerBase", answers: Answers
+) -> ConversationEncoder:
     """Open the encoder of conversations for the reward model; raise ConfigError if its context is too short for the
     run.
 
     If the reward model has another tokenizer than the policy, lengths are checked when a sample is encoded.
     """
-    path, key = config.reward_model.model_path or config.model.path, "reward_model.model_path"
+    path, key = judge.model.path, "reward_model.model_path"
     own = load_tokenizer(path, key)
     if config.data.chat_template and own.chat_template == load_tokenizer(config.model.path).chat_template:
         # The same template, so the arguments of data.chat_template are for it, too.
         own.chat_template = tokenizer.chat_template
-    encoder, limit = ConversationEncoder(tokenizer, own, answers), max_reward_tokens(config)
+    encoder, limit = ConversationEncoder(tokenizer, own, answers), max_reward_tokens(judge)
     spec = read_model_spec(path, key)
     if encoder.num_extra_tokens is None:
         Vocabulary.of(own, spec.dims.vocab, key).require_all(key, ["conversations"])
@@ -324,13 +343,3 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase", an
             f"actor.micro_batch_tokens), or shorten the two"
         )
     return encoder
-
-
-def max_reward_tokens(config: Config) -> int:
-    """Return the length in tokens of the longest conversation that the reward model accepts.
-
-    It is the size of a micro-batch minus one token for the score, but at most the model's context.
-    """
-    path = config.reward_model.model_path or config.model.path
-    positions = read_model_spec(path, "reward_model.model_path").max_positions
-    return min(role_settings(config)[Role.REWARD].micro_batch_tokens - 1, positions)

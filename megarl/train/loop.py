@@ -5,7 +5,7 @@ needs, and the cluster for passes over rows. `megarl.train.wiring` makes its par
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,12 @@ from pathlib import Path
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
-from megarl.config.batches import batch_counts
+from megarl.config.batches import actor_learns, batch_counts, mini_batch_prompts
+from megarl.config.load import masked_settings
+from megarl.config.schema import TrainerConfig, role_settings
 from megarl.config.setting import affected
+from megarl.host.activity import doing
 from megarl.host.signals import stop_on_signals
-from megarl.record.activity import doing
 from megarl.record.checkpoints import Checkpoint, CheckpointManager, RunState
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
@@ -31,14 +33,61 @@ from megarl.train.forward import ForwardStage, needed_quantities, with_advantage
 from megarl.train.gate import MismatchGate, engine_metrics, trainer_logprobs
 from megarl.train.inputs import TrainInputs
 from megarl.train.outcome import FirstSteps, all_failed_error, cut_warning
-from megarl.train.passes import BatchUpdate
+from megarl.train.passes import BatchUpdate, RoleUpdater
 from megarl.train.rows import training_rows
-from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.train.watch import tells_something
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
-from megarl.types.messages import LoadRequest, Role
+from megarl.types.messages import LoadRequest, Role, RoleSpec
 from megarl.types.seeds import batch_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStage:
+    """The stage that updates every trained role on the rows of a step, the critic before the actor.
+
+    roles: all models of the run. enter: called before each role's update, with the `Phase` that says what memory must
+    be on the devices for it.
+    """
+
+    trainer: TrainerConfig
+    updaters: Mapping[Role, RoleUpdater]
+    roles: Sequence[RoleSpec] = ()
+    has_critic: bool
+    critic_warmup_steps: int = 0
+    enter: Callable[[offloading.Phase], None]
+    timers: Timers
+
+    def num_steps(self, role: Role) -> int:
+        """Return how many optimizer steps a role has taken; 0 if it is not trained."""
+        return self.updaters[role].num_optimizer_steps if role in self.updaters else 0
+
+    def update(
+        self, rows: Sequence[Row], state: AlgoState, *, step: int
+    ) -> tuple[dict[str, float], BatchUpdate | None]:
+        """Update the trained roles; return the metrics of all of them, and the actor's update.
+
+        The latter is None before step `critic.warmup_steps`, when only the critic is updated.
+        """
+        metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
+        learned = None
+        for role, updater in reversed(list(self.updaters.items())):
+            is_waiting = self.has_critic and not actor_learns(step, critic_warmup_steps=self.critic_warmup_steps)
+            if role is Role.ACTOR and is_waiting:
+                continue
+            self.enter(updater.updating(self.roles))
+            with self.timers(f"update_{role}"):
+                result = updater.update_on_batch(
+                    rows,
+                    state,
+                    step=step,
+                    mini_batch_prompts=mini_batch_prompts(self.trainer),
+                    num_epochs=self.trainer.num_epochs,
+                )
+            metrics |= result.metrics
+            if role is Role.ACTOR:
+                learned = result
+        return metrics, learned
 
 
 def _with_outputs(rows: Sequence[Row], computed: Sequence[Row], learned: BatchUpdate | None) -> list[Row]:
@@ -245,7 +294,7 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> int:
         """Restore everything from a checkpoint, and return its step."""
         state, config = checkpoint.state, self.inputs.config
-        self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(config))
+        self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(role_settings(config)))
         self.rollouts.queue.load_state_dict(state.sampler)
         self.state = state.algo
         self.first_steps = FirstSteps(total_steps=0, num_flat=None, is_heard=True)
@@ -269,6 +318,6 @@ class Trainer:
             algo=self.state,
             source=self.rollouts.save(directory),
             score=score,
-            config=self.inputs.config,
+            settings=masked_settings(self.inputs.config),
             inputs=self.recorder.inputs.to_json(),
         )

@@ -13,6 +13,8 @@ from megarl.errors import DataError
 from megarl.rewards.judge import Gathered, Judged
 from megarl.train.passes import RolePasses
 from megarl.types import IdArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
+from megarl.types.messages import RoleSpec
+from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,3 +127,12 @@ class ModelJudge:
 
     def close(self) -> None:
         """Do nothing: the ranks that hold the model belong to the run."""
+
+
+def max_reward_tokens(judge: RoleSpec) -> int:
+    """Return the length in tokens of the longest conversation that a reward model accepts.
+
+    It is the size of a micro-batch minus one token for the score, but at most the model's context.
+    """
+    positions = read_model_spec(judge.model.path, "reward_model.model_path").max_positions
+    return min(judge.settings.micro_batch_tokens - 1, positions)

@@ -1,9 +1,13 @@
-"""Queue the prompts of a run: in the sampler's order, but for those that a step gave back."""
+"""Sample the prompts of a run, and queue them: in the sampler's order, but for those that a step gave back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.sampler import Sampler
+from megarl.config.generation import ScheduleConfig
+from megarl.config.schema import DataConfig, TrainerConfig
+from megarl.data.prompts import PromptDataset
+from megarl.data.sampler import Sampler, prompt_sampler
+from megarl.errors import ConfigError
 
 
 class PromptQueue:
@@ -38,3 +42,17 @@ class PromptQueue:
         """Restore the queue from what `state_dict` returned."""
         self._sampler.load_state_dict(state["sampler"])
         self._waiting = [int(index) for index in state["waiting"]]
+
+
+def open_sampler(
+    data: DataConfig, trainer: TrainerConfig, schedule: ScheduleConfig, train: PromptDataset, *, seed: int
+) -> Sampler:
+    """Return the sampler of training prompts; ConfigError if fewer than a batch needs, or are under way."""
+    under_way = (schedule.staleness + 1) * trainer.prompts_per_step
+    if schedule.staleness and len(train) < under_way:
+        raise ConfigError(
+            f"data.train: has {len(train)} prompts, expected at least (rollout.schedule.staleness + 1) · "
+            f"trainer.prompts_per_step = {under_way}, which are under way at a time; add prompts, or lower one of them"
+        )
+    sizes, batch_size = train.num_prompts_by_file, trainer.prompts_per_step
+    return prompt_sampler(data.train, sizes, batch_size=batch_size, seed=seed, shuffle=data.shuffle)

@@ -110,8 +110,7 @@ def try_parts(trial: "Trial", teller: Teller) -> None:
 
 def try_functions(trial: "Trial", teller: Teller) -> None:
     """Load reward functions and look at their parameters; what they answer to the run's prompts is looked at later."""
-    from megarl.rewards.custom.load import load_function
-    from megarl.rewards.custom.signatures import signature_of
+    from megarl.rewards.custom.signatures import load_function, signature_of
 
     for name, each in trial.config.rewards.custom.all_functions().items():
         with teller.trying(f"rewards.custom: the function {name}"):

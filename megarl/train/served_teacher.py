@@ -1,5 +1,5 @@
 """Ask a teacher behind OpenAI-compatible servers: for its log-probs of rows, as vLLM answers them for prompts, and for
-answers of its own.
+answers of its own. At the start of a run, each sample must have a teacher, and all share some of the vocabulary.
 """
 
 import asyncio
@@ -8,20 +8,31 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import httpx
 import numpy as np
 
+from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.cluster import offloading
+from megarl.config.algo import AlgoConfig, DistillConfig
 from megarl.config.generation import Sampling
-from megarl.config.teacher import TeacherConfig
+from megarl.config.schema import TeacherConfig
+from megarl.data.answers import Answers
+from megarl.data.teacher_tokens import TeacherTokens, compare_tokens
 from megarl.errors import ConfigError, RunError
 from megarl.host.http_replies import BOUNDED
 from megarl.rewards.background import BackgroundLoop
-from megarl.rewards.llm.completions import is_whole
+from megarl.rewards.llm.endpoint import is_whole
 from megarl.types import FinishReason, FloatArray, Prompt, Row
+from megarl.types.messages import Role, RoleSpec, Teaching
 from megarl.types.rows import paths_of
+from megarl.weights.families import ModelSpec, read_hf_config, read_model_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 T = TypeVar("T")
 # The first choice of an answer.
@@ -196,3 +207,61 @@ class TeacherWriter:
             ids = []
         known = sys.maxsize if self._num_common is None else self._num_common
         return tuple(itertools.takewhile(lambda id: id < known, ids))
+
+
+def open_teachers(
+    asked: Mapping[str, TeacherConfig], tokenizer: "PreTrainedTokenizerBase", answers: Answers
+) -> tuple[TeacherTokens, ...]:
+    """Compare the tokens of all teachers with the policy's; ConfigError as in `compare_tokens`."""
+    named = {key: each.model_path for key, each in asked.items()}
+    return tuple(
+        compare_tokens(tokenizer, answers, path, f"{key}.model_path") for key, path in named.items() if path is not None
+    )
+
+
+def teaching_of(distill: DistillConfig, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
+    """Return how updates of the actor compare it with a teacher over the vocabulary; None: they do not.
+
+    common: how many tokens both share, as `common_tokens` says.
+    """
+    if not distill.is_dense:
+        return None
+    role = next((role.role for role in roles if role.in_update_of is Role.ACTOR), None)
+    reads_hints = distill.teacher == "hint" and distill.mode == "exact"
+    return Teaching(
+        # Nobody else: the policy itself.
+        role=Role.ACTOR if reads_hints and role is None else role,
+        divergence=distill.divergence,
+        beta=distill.beta,
+        common=common,
+        reads_hints=reads_hints,
+    )
+
+
+def comparison_of(algo: AlgoConfig, roles: Sequence[RoleSpec], common: int | None) -> Teaching | None:
+    """Return how updates of the actor compare it over the vocabulary: with what sampled, if the policy loss asks for
+    it, or as `teaching_of` says.
+    """
+    loss = algo.policy_loss
+    if (measure := POLICY_LOSSES.get(loss.name).measure) is None:
+        return teaching_of(algo.distill, roles, common)
+    if loss.compared_with == "trainer":
+        return Teaching(role=Role.ACTOR, kept=0, measure=measure(loss))
+    return Teaching(measure=measure(loss))
+
+
+def common_tokens(
+    asked: Mapping[str, TeacherConfig], spec: ModelSpec, roles: Sequence[RoleSpec], teachers: Sequence[TeacherTokens]
+) -> int | None:
+    """Return how many tokens from the first on policy and teachers share, by their tokenizers and embeddings; None: all
+    of them. There may be no more than a tokenizer of a teacher behind servers.
+    """
+    sizes = [read_model_spec(role.model.path).dims.vocab for role in roles if role.role.kind is Role.TEACHER]
+    for path in (each.model_path for each in asked.values() if each.servers and each.model_path):
+        if (Path(path) / "config.json").is_file():
+            described = read_hf_config(Path(path), "teacher.model_path")
+            sizes.append(described.get("text_config", described).get("vocab_size", spec.dims.vocab))
+    cuts = [each.common for each in teachers if each.common is not None]
+    if all(size == spec.dims.vocab for size in sizes) and not cuts:
+        return None
+    return min([*cuts, *sizes, spec.dims.vocab])

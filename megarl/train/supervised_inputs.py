@@ -21,9 +21,8 @@ from megarl.data.sampler import require_batch
 from megarl.data.special_tokens import SpelledSpecialTokens
 from megarl.data.vocabulary import Vocabulary
 from megarl.errors import DataError
-from megarl.train.inputs import check_role_models
-from megarl.train.models import open_model
-from megarl.train.teachers import common_tokens, open_teachers
+from megarl.train.inputs import check_role_models, open_model
+from megarl.train.served_teacher import common_tokens, open_teachers
 from megarl.types import Row, TokenQuantity
 from megarl.weights.families import read_model_spec
 from megarl.weights.hub import with_local_models

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from megarl.config.schema import Config
 from megarl.record.checkpoints import Command
-from megarl.train.preference import train_preference_task
 from megarl.train.rehearsal import rehearse
-from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task
+from megarl.train.supervised import SupervisedTask, sft_task, train_preference_task, train_reward_task
 from megarl.train.supervised_inputs import (
     Data,
     Examples,

@@ -9,7 +9,7 @@ from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.schema import RolloutConfig, ValidationConfig
 from megarl.data.prompts import PromptDataset
-from megarl.record.answers import JudgedAnswer, SourceResult, results_by_source, write_answers
+from megarl.record.rollouts import JudgedAnswer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, Wait, begin, collect
 from megarl.train.outcome import FAILURES, all_failed_error

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algos.batch_statistics import step_scale
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ValueLoss
 from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.roles import engine_spec
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check_distill import teacher_of, teachers_of
@@ -30,17 +31,15 @@ from megarl.train.canary import open_canary
 from megarl.train.collect import Rollouts
 from megarl.train.forward import ForwardStage
 from megarl.train.gate import MismatchGate
-from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
-from megarl.train.loop import Trainer
-from megarl.train.model_judge import ModelJudge, ModelRewards
+from megarl.train.inputs import TrainInputs
+from megarl.train.loop import Trainer, UpdateStage
+from megarl.train.model_judge import ModelJudge, ModelRewards, max_reward_tokens
 from megarl.train.outcome import FirstSteps
 from megarl.train.passes import CountedObjective, Passes, RolePasses, RoleUpdater
 from megarl.train.policy_judge import PolicyCompletions
-from megarl.train.prompt_queue import PromptQueue
-from megarl.train.served_teacher import ServedTeacher, TeacherWriter
+from megarl.train.prompt_queue import PromptQueue, open_sampler
+from megarl.train.served_teacher import ServedTeacher, TeacherWriter, comparison_of
 from megarl.train.taught_source import TaughtSource
-from megarl.train.teachers import comparison_of
-from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
 from megarl.types import TokenQuantity
 from megarl.types.messages import Role
@@ -67,7 +66,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         total_steps=config.trainer.total_steps,
         run_seed=config.run.seed,
         scheduler=scheduler,
-        queue=PromptQueue(open_sampler(config, inputs.train)),
+        queue=PromptQueue(
+            open_sampler(config.data, config.trainer, config.rollout.schedule, inputs.train, seed=config.run.seed)
+        ),
         prompts=inputs.train,
         source=source,
         wait=supervisor.wait,
@@ -77,15 +78,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         enter=memory.enter,
         timers=timers,
     )
-    forward = ForwardStage(
-        passes=passes,
-        teachers=_teachers(inputs, cluster, passes),
-        teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
-        hints=inputs.hints,
-        hinted_teacher=config.algo.distill.teacher == "hint",
-        enter=memory.enter,
-        timers=timers,
-    )
+    forward = _forward_stage(inputs, cluster, passes, memory, timers)
+    gate = MismatchGate(config.trainer, config.model, config.rollout.engine)
+    max_tokens = engine_spec(config).max_model_tokens
+    canary_of = partial(open_canary, cluster.engines, supervisor, memory, file=paths.canary)
     return Trainer(
         inputs=inputs,
         state=inputs.algorithm.initial_state(),
@@ -94,8 +90,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         memory=memory,
         rollouts=rollouts,
         forward=forward,
-        gate=MismatchGate(config.trainer, config.model, config.rollout.engine),
-        canary=open_canary(config, cluster.engines, supervisor, memory, passes[Role.ACTOR]),
+        gate=gate,
+        canary=canary_of(
+            passes[Role.ACTOR], config.sync, config.rollout, max_model_tokens=max_tokens, limit=gate.limit
+        ),
         updates=_update_stage(inputs, cluster, memory, timers),
         supervisor=supervisor,
         validator=_open_validator(inputs, live, supervisor.wait, validation_rewards, recorder, forward),
@@ -106,6 +104,25 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         meter=_meter(inputs),
         timers=timers,
         first_steps=FirstSteps(total_steps=config.trainer.total_steps),
+    )
+
+
+def _forward_stage(
+    inputs: TrainInputs,
+    cluster: Cluster,
+    passes: Mapping[Role, RolePasses],
+    memory: offloading.MemoryLedger,
+    timers: Timers,
+) -> ForwardStage:
+    config = inputs.config
+    return ForwardStage(
+        passes=passes,
+        teachers=_teachers(inputs, cluster, passes),
+        teacher_of=lambda prompt: Role(teacher_of(config, prompt.data_source, prompt.environment)),
+        hints=inputs.hints,
+        hinted_teacher=config.algo.distill.teacher == "hint",
+        enter=memory.enter,
+        timers=timers,
     )
 
 
@@ -238,7 +255,8 @@ def _reward_managers(
     """
     model = None
     if inputs.conversations is not None:
-        limit, judge = max_reward_tokens(inputs.config), passes[Role.REWARD]
+        judge = passes[Role.REWARD]
+        limit = max_reward_tokens(judge.spec)
         model = ModelJudge(ModelRewards(judge, inputs.conversations, max_tokens=limit, enter=memory.enter))
     val_sources = set() if inputs.val is None else inputs.val.data_sources
     sources = inputs.train.data_sources | val_sources

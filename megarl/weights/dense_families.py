@@ -13,8 +13,7 @@ from megarl.weights.blocks import (
     ROTARY_FREQUENCIES,
     WIDE_QK_NORM,
 )
-from megarl.weights.multipliers import NO_MULTIPLIERS
-from megarl.weights.rules import Activation, Family
+from megarl.weights.rules import NO_MULTIPLIERS, Activation, Family
 from megarl.weights.tables import FAMILIES, register_family, register_multimodal
 
 _MISTRAL = Family(

@@ -1,4 +1,4 @@
-"""Register the families whose layers have experts."""
+"""Register the families whose layers have experts, and those some of whose layers have gated delta nets."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ from megarl.weights.blocks import (
     expert_mlps,
     router_bias,
 )
-from megarl.weights.multipliers import NO_MULTIPLIERS
-from megarl.weights.rules import Activation, Family
-from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, fused_experts
+from megarl.weights.hybrid import BY_HEAD_DECODER, BY_PART_DECODER
+from megarl.weights.rules import NO_MULTIPLIERS, Activation, Family
+from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, STACKED_EXPERTS, fused_experts
 from megarl.weights.tables import FAMILIES, register_family, register_multimodal
 
 # transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
@@ -257,3 +257,79 @@ register_multimodal(
     ignored_rope=("mrope_section",),
     defaults={"attention_bias": True},
 )
+
+
+# For gated delta nets and the attention beside them.
+_HYBRID_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+register_family(
+    Family(
+        name="qwen3_next",
+        lost_in_peft="mlp",
+        architectures=("Qwen3NextForCausalLM",),
+        weights=BY_HEAD_DECODER
+        + DENSE_MLP
+        + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
+        + GATED_SHARED_EXPERT,
+        qk_layernorm=True,
+        norms_add_one=True,
+        gated_attention=True,
+        untrained=("mtp.",),
+        defaults={
+            **_HYBRID_DEFAULTS,
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": True,
+        },
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+        expert_ffn_key="moe_intermediate_size",
+        gates_shared_expert=True,
+    )
+)
+_QWEN3_5_DENSE = register_family(
+    Family(
+        name="qwen3_5_text",
+        architectures=("Qwen3_5ForCausalLM",),
+        weights=BY_PART_DECODER + DENSE_MLP,
+        qk_layernorm=True,
+        norms_add_one=True,
+        gated_attention=True,
+        untrained=("mtp.",),
+        # How the coordinates of images turn heads; all of a token's are its position.
+        ignored_rope=("mrope_section", "mrope_interleaved"),
+        interleaves_mrope=True,
+        defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    )
+)
+_MOE_DECODER = BY_PART_DECODER + GATED_SHARED_EXPERT
+_QWEN3_5_MOE = register_family(
+    replace(
+        _QWEN3_5_DENSE,
+        name="qwen3_5_moe_text",
+        lost_in_peft="experts",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        weights=_MOE_DECODER + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj"),
+        # Every layer has experts.
+        defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 2, "intermediate_size": 0},
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=True,
+        gates_shared_expert=True,
+    )
+)
+# As published; transformers writes a tensor for each expert.
+register_multimodal(
+    replace(_QWEN3_5_MOE, weights=_MOE_DECODER + STACKED_EXPERTS),
+    name="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+)
+register_multimodal(_QWEN3_5_DENSE, name="qwen3_5", architecture="Qwen3_5ForConditionalGeneration")

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import megarl.weights.dense_families
-import megarl.weights.expert_families
-import megarl.weights.hybrid_families  # noqa: F401
+import megarl.weights.expert_families  # noqa: F401
 from megarl.config.vision import TowerPart
 from megarl.errors import ConfigError
 from megarl.host.reading import MODEL_REMEDY, read_object, require_file
-from megarl.weights.attention import AttentionOptions, read_local_layers, read_rotary_fraction, read_windows
+from megarl.weights.attention import (
+    AttentionOptions,
+    check_layer_lists,
+    read_local_layers,
+    read_rotary_fraction,
+    read_windows,
+)
 from megarl.weights.dims import Dims, Experts, read_dims
-from megarl.weights.layer_lists import check_layer_lists
-from megarl.weights.multipliers import MULTIPLIER_KEYS, Multipliers, read_multipliers
 from megarl.weights.rope import (
     LATENT_ROPE_TYPES,
     ROPE_TYPES,
@@ -26,6 +29,7 @@ from megarl.weights.rope import (
     read_rope_scaling,
     split_rope,
 )
+from megarl.weights.rules import MULTIPLIER_KEYS, Multipliers, read_multipliers
 from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, REFUSED, VALUE_HEAD, Family, Layers, WeightRule
 from megarl.weights.towers import Tower, read_tower
 from megarl.weights.twins import check_twins

@@ -1,4 +1,6 @@
-"""Define weight rules (which tensors make up a Megatron parameter) and families, without torch or megatron."""
+"""Define weight rules (which tensors make up a Megatron parameter), families, and the constants by which a model
+multiplies what its layers pass on, without torch or megatron.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -192,3 +194,32 @@ class Family:
         """Return the names of these architectures with a scalar head (…ForSequenceClassification), if they have one."""
         names = (name for name in self.architectures if name.endswith("ForCausalLM"))
         return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in names)
+
+
+# A family whose models have these keys has defaults for them.
+MULTIPLIER_KEYS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+# transformers takes these for Granite's where config.json has none.
+NO_MULTIPLIERS = dict.fromkeys(MULTIPLIER_KEYS, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """The factors of embeddings, of attention scores (None: 1/√head_dim), and of what attention and MLP add to the
+    residual stream; logits are divided by `logits_divisor`.
+    """
+
+    embedding: float = 1.0
+    attention: float | None = None
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+
+
+def read_multipliers(family: Family, config: Mapping[str, Any]) -> Multipliers:
+    """Read the multipliers of a model of this family from its config.json."""
+    embedding, attention, residual, logits_divisor = map(config.get, MULTIPLIER_KEYS)
+    return Multipliers(
+        embedding=config["hidden_size"] ** 0.5 if family.scales_embedding else float(embedding or 1.0),
+        attention=None if attention is None else float(attention),
+        residual=1.0 if residual is None else float(residual),
+        logits_divisor=float(logits_divisor or 1.0),
+    )

@@ -1,6 +1,6 @@
 """Register model families, which describe as data which Hugging Face tensors make up each Megatron parameter.
 
-To support another one, register a `Family` in `dense_families`, `expert_families` or `hybrid_families`, or in a plugin
+To support another one, register a `Family` in `dense_families` or `expert_families`, or in a plugin
 (`algo.plugins`); no other code knows the name of a model. Loading, export, weight sync, validation and estimates of
 sizes all derive from these tables. Nothing here imports torch or megatron.
 """

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 
 from megarl.record.metrics import read_metrics
 from megarl.record.text_table import align
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model

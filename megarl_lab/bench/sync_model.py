@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.sync.plan.assign import Holding
-from megarl.sync.plan.neighbours import best_neighbours, overlaps
+from megarl.sync.plan.assign import Holding, best_neighbours, overlaps
 from megarl.weights.boxes import Box, slices_of
 from megarl.weights.safetensors_map import TensorSpec
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from megarl.data.files import RowFiles
 from megarl.data.messages import text_of
 from megarl.errors import DataError
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

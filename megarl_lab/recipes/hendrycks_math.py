@@ -8,7 +8,7 @@ from typing import Any
 from megarl.data.files import RowFiles
 from megarl.errors import DataError
 from megarl.host.reading import read_object
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 
 # How the verifier knows the two splits, see docs/rewards/scorers.md.
 TRAIN_SOURCE, TEST_SOURCE = "hendrycks_math", "math500"

@@ -1,7 +1,7 @@
 """Convert published prompt files: TinyZero's Countdown, and files of verl's schema that repeat their prompts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +10,34 @@ import pyarrow.parquet as pq
 from megarl.data.files import RowFiles
 from megarl.errors import DataError
 from megarl.host.reading import reading
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl.host.writing import replacing
+
+_TEXT = pa.string()
+_MESSAGES = pa.list_(pa.struct({"role": _TEXT, "content": _TEXT}))
+_EXTRA = {
+    "index": pa.int64(),
+    "split": _TEXT,
+    "gold_solution": _TEXT,
+    "difficulty_score": pa.float64(),
+    "subject": _TEXT,
+}
+SCHEMA = pa.schema(
+    {
+        "prompt": _MESSAGES,
+        "data_source": _TEXT,
+        "ability": _TEXT,
+        "reward_model": pa.struct({"style": _TEXT, "ground_truth": _TEXT}),
+        "extra_info": pa.struct(_EXTRA),
+        "target": _MESSAGES,
+    }
+)
+
+
+def write_parquet(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write rows as a Parquet file with the columns of `SCHEMA`; keys that a row leaves out become nulls."""
+    with replacing(path) as file:
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), file)
+
 
 COUNTDOWN_SOURCE = "countdown"
 _COUNTDOWN_COLUMNS = ("target", "nums")

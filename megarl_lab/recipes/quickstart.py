@@ -11,9 +11,9 @@ from megarl.config import load_config
 from megarl.config.check import check_train
 from megarl.config.load import PACKAGED
 from megarl.errors import ConfigError
+from megarl.host.activity import doing
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.streams import print_lines
-from megarl.record.activity import doing
 from megarl.run.start import train, train_supervised
 from megarl_lab.recipes.gguf_model import SMOLLM2, make_gguf_model
 from megarl_lab.recipes.tasks import TASKS
@@ -21,8 +21,7 @@ from megarl_lab.recipes.tasks.arithmetic import generate_arithmetic
 from megarl_lab.recipes.tasks.conversations import CONVERSATIONS, generate_conversations
 from megarl_lab.recipes.tasks.generate import GenerateConfig, generate
 from megarl_lab.recipes.tasks.squares import PICTURES, generate_squares
-from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
-from megarl_lab.recipes.tiny_vision_model import make_tiny_vision_model
+from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model, make_tiny_vision_model
 
 CONFIGS = PACKAGED / "run"
 RUNS = Path("runs")

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.environments.reasoning_gym import INSTRUCTION, make_dataset
 from megarl.errors import ConfigError
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 
 DATA_SOURCE = "reasoning_gym"
 

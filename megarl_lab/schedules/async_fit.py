@@ -12,7 +12,7 @@ import numpy as np
 from megarl.config.batches import batch_counts
 from megarl.config.schema import Config
 from megarl.errors import DataError
-from megarl.forecast.recorded import COUNTERS, LENGTHS, Array, column, recorded_steps
+from megarl.forecast.calibrate import COUNTERS, LENGTHS, Array, column, recorded_steps
 from megarl.record.metrics import RunPaths
 from megarl.record.performance import FORWARD_AND_BACKWARD
 from megarl.record.rollouts import read_rollouts

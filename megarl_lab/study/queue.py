@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.roles import by_layout, check_serves
+from megarl.cluster.roles import by_layout, check_serves, engine_spec
 from megarl.config import from_dict, load_config
 from megarl.config.derived import Derived
 from megarl.config.load import read_yaml, saved_config
@@ -34,13 +34,12 @@ from megarl.host.signals import last_stop_signal
 from megarl.host.streams import print_lines
 from megarl.plan.build import derive_run, settle_run
 from megarl.record.checkpoints import complete_steps
-from megarl.record.inputs import RunInputs
+from megarl.record.inputs import RunInputs, texts_of
 from megarl.record.metrics import RunPaths, read_metrics
 from megarl.record.plugins import require_same_plugins
 from megarl.report import write_report
 from megarl.report.run import load_runs
 from megarl.report.summary import SAMPLED, validation_curve
-from megarl.rollout.engine_spec import engine_spec
 from megarl.run.resume import changed_settings, find_checkpoint, with_models_of_run
 from megarl.run.start import recorded
 from megarl.train.export import exported
@@ -275,7 +274,7 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
         print_lines(f"{run.name}: warning: {warning}")
     paths = RunPaths.of(run.config.run)
     with DirectoryLock(paths.root, "study") as lock:
-        files = RunInputs.of(run.config, "train")
+        files = RunInputs.of(texts_of(run.config), "train")
         begun = bool(complete_steps(paths.checkpoints))
         checkpoint = find_checkpoint(run.config, "train", files=files) if begun else None
         with recorded(run.config, lock, checkpoint, files, overwrite=True, resumes=False) as recorder:

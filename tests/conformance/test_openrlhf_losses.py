@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megarl.algos.kl import KL_ESTIMATORS
 from megarl.algos.mismatch import mismatch_sums
+from megarl.algos.objectives import SftAlgorithm, ValueLoss
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
-from megarl.algos.sft import SftAlgorithm
-from megarl.algos.value_loss import ValueLoss
 from megarl.config.algo import CorrectionConfig, PolicyLossConfig
 from megarl.types import AlgoState, PolicyOutputs, RowBatch, ValueOutputs
 from tests.conformance.batches import (

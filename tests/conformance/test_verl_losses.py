@@ -14,8 +14,8 @@ from verl.workers.config.actor import PolicyLossConfig as VerlPolicyLossConfig
 import megarl.algos.off_policy_losses  # noqa: F401 - registers losses
 from megarl.algos.aggregation import AGGREGATIONS, RowCounts, global_denominator
 from megarl.algos.covariance import choose_tokens, token_covariance
+from megarl.algos.objectives import ValueLoss
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
-from megarl.algos.value_loss import ValueLoss
 from megarl.config.algo import PolicyLossConfig
 from megarl.types import AlgoState, RowBatch, ValueOutputs
 from tests.conformance.batches import (

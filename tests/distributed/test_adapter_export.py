@@ -16,10 +16,9 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.train.export import export_adapters
 from megarl.types import FloatArray, Row
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
-from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.dist_index import read_index
 from megarl.weights.families import read_model_spec
-from megarl.weights.peft_files import ADAPTER_FILE
+from megarl.weights.peft_files import ADAPTER_FILE, create_adapter_files
 from tests.helpers.adapter_export_ranks import load_and_write
 from tests.helpers.checkpoints import load_hf
 from tests.helpers.family_parity import make_rows, split_rows

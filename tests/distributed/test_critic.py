@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ValueLoss
 from megarl.config.schema import LayoutConfig, ModelConfig
 from megarl.types import AlgoState, Row, row_from_sample
 from megarl.types.messages import Head, Role, RoleSpec, UpdateRequest

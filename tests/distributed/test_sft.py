@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config.schema import LayoutConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches

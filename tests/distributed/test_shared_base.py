@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ValueLoss
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ActorConfig, ModelConfig, OptimizerConfig
 from megarl.types import AlgoState, Row

@@ -13,7 +13,7 @@ from megarl.algos.build import build_algorithm
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
 from megarl.config.lora import LoraConfig
 from megarl.convert.models import open_model
-from megarl.train.teachers import comparison_of
+from megarl.train.served_teacher import comparison_of
 from megarl.types import Row
 from megarl.types.messages import RoleSpec, UpdateRequest
 from megarl.weights.families import read_model_spec

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
 from megarl.record.metrics import RunPaths, read_metrics
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 from megarl_lab.recipes.tasks.generate import TaskFiles
 from tests.e2e.support import SMALL
 from tests.helpers.kill_resume import MEASURED

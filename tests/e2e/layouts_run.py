@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.algos.build import algorithm_of
-from megarl.algos.sft import SftAlgorithm
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import SftAlgorithm, ValueLoss
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import actor_role, roles_of
 from megarl.errors import ConfigError

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.cluster.roles import engine_spec
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.config.generation import Sampling
 from megarl.data.chat import encode_chats, load_tokenizer
 from megarl.environments.worker import WorkerSpec
-from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.replay import read_record, record_path
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource, row_from_sample

@@ -7,8 +7,8 @@ import pytest
 
 from megarl.bisect.rules import Weights, merged_told
 from megarl.bisect.search import ENGINE, TRAINER, search
+from megarl.cluster.roles import engine_spec
 from megarl.config.schema import LayoutConfig
-from megarl.rollout.engine_spec import engine_spec
 from megarl.types.passes import Told
 from megarl.weights.families import read_model_spec
 from tests.e2e import engines

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.rollout.engine_spec import engine_spec
+from megarl.cluster.roles import engine_spec
 from megarl.types import FloatArray
 from tests.e2e import bridge_run, engines
 from tests.e2e.support import largest_difference, mean_difference, small_config

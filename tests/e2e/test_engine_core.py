@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megarl.cluster.cluster import Cluster
+from megarl.cluster.roles import engine_spec
 from megarl.errors import WorkerError
 from megarl.host.janitor import mapped_files
-from megarl.rollout.engine_spec import engine_spec
 from megarl.types import row_from_sample
 from tests.e2e import engines
 from tests.e2e.support import (

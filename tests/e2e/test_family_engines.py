@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.rollout.engine_spec import engine_spec
+from megarl.cluster.roles import engine_spec
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.e2e import family_engines
 from tests.e2e.family_engines import Scored

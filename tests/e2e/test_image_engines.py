@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megarl.cluster.roles import engine_spec
 from megarl.config.vision import TowerPart
-from megarl.rollout.engine_spec import engine_spec
 from megarl.types.messages import Vision
 from megarl.weights.families import read_model_spec
 from tests.e2e import family_engines

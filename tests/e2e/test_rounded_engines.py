@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.roles import actor_role
-from megarl.rollout.engine_spec import engine_spec
+from megarl.cluster.roles import actor_role, engine_spec
 from megarl.rollout.prepare import has_float8_keys
 from megarl.train.export import export_adapters, export_model
 from megarl.types import FloatArray, row_from_sample
-from megarl.weights.adapter_files import ADAPTER_FILE, PREFIX
+from megarl.weights.peft_files import ADAPTER_FILE, PREFIX
 from tests.e2e import engines
 from tests.e2e.support import (
     largest_difference,

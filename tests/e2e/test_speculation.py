@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.cluster.roles import engine_spec
 from megarl.config.generation import Sampling
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.engine_spec import engine_spec
 from tests.e2e import engines
 from tests.e2e.support import random_sequences, small_config
 from tests.helpers.checkpoints import load_hf, make_checkpoint

@@ -9,10 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.roles import actor_role
+from megarl.cluster.roles import actor_role, engine_spec
 from megarl.config.generation import Sampling
 from megarl.errors import WeightSyncError
-from megarl.rollout.engine_spec import engine_spec
 from megarl.rollout.source import Group, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.export import export_model

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.types import AlgoState, LossSums, PolicyOutputs, Row, RowBatch

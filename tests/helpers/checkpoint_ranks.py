@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.worker import RankWorker

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.algos.sft import SftAlgorithm
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import SftAlgorithm, ValueLoss
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.worker import RankWorker
 from megarl.types import AlgoState, Row

@@ -131,9 +131,9 @@ def built(
     from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
 
-    from megarl.parallel import backend, megatron_config
+    from megarl.parallel import backend, building
     from megarl.parallel.layout import Layout
-    from megarl.parallel.moe import setup
+    from megarl.parallel.moe import router
 
     spec = read_model_spec(path)
     with pytest.MonkeyPatch.context() as patch:
@@ -144,10 +144,10 @@ def built(
             # Without Transformer Engine it has not even the names.
             patch.setattr(moe_utils, name, object(), raising=False)
         patch.setitem(backend.BACKENDS, "cuda", backend.cuda_backend(transformer_engine=True))
-        patch.setattr(megatron_config, "platform", CudaPlatform)
-        patch.setattr(setup, "transformer_engine_version", lambda: (2, 20))
+        patch.setattr(building, "platform", CudaPlatform)
+        patch.setattr(router, "transformer_engine_version", lambda: (2, 20))
         configs = [
-            megatron_config.transformer_config(
+            building.transformer_config(
                 spec,
                 torch.bfloat16,
                 actor,

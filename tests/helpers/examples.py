@@ -10,8 +10,8 @@ from torch import Tensor
 
 import megarl.config.algo
 from megarl.algos.corrections import LogRatios
+from megarl.algos.cpo.formulas import Terms, make_terms
 from megarl.algos.cpo.inputs import CpoInputs
-from megarl.algos.cpo.terms import Terms, make_terms
 from megarl.algos.policy_losses import PolicyLossInputs
 from megarl.algos.preference import PairLogprobs
 from megarl.config.algo import CpoConfig

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.algos.objectives import SftAlgorithm
 from megarl.algos.preference import preference_objective
-from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig, TrainPreferenceConfig
 from megarl.types import AlgoState, FloatArray, IdArray, Row
 from megarl.types.forks import path_to

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row

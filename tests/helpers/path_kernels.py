@@ -63,9 +63,8 @@ def _module(kind: str, layout: Any, shape: tuple[int, int, int], dtype: torch.dt
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megarl.parallel.attention import PackedAttention
-    from megarl.parallel.gathered_attention import gathering_attention
-    from megarl.parallel.path_attention import PathAttention
+    from megarl.parallel.attention import PackedAttention, gathering_attention
+    from megarl.parallel.modules import PathAttention
 
     heads, kv_heads, width = shape
     window = {} if options.window is None else {"window_size": (options.window - 1, 0)}

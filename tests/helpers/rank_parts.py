@@ -240,7 +240,7 @@ def arriving(context: RankContext, num_chunks: int, num_batches: int) -> tuple[l
     layout = join_layout(context, LayoutConfig(pp=2)).layout
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megarl.parallel.stages import KnownShapes
+    from megarl.parallel.passes import KnownShapes
 
     config = TransformerConfig(
         num_layers=4,

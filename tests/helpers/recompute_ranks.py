@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.types import Row
 from megarl.types.messages import Role, UpdateRequest

@@ -5,9 +5,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.record.answers import JudgedAnswer, write_answers
 from megarl.record.metrics import JsonlSink, MetricsLogger, RunPaths
-from megarl.record.rollouts import RolloutRecord, write_rollouts
+from megarl.record.rollouts import JudgedAnswer, RolloutRecord, write_answers, write_rollouts
 from megarl.record.turns import Turn
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

@@ -16,7 +16,7 @@ from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelCon
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
 from megarl.train.forward import with_advantages
-from megarl.train.teachers import comparison_of
+from megarl.train.served_teacher import comparison_of
 from megarl.types import LikelyTokens, Reward, Row, row_from_sample, scored_batch
 from megarl.types.messages import UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec

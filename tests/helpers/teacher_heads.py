@@ -151,8 +151,8 @@ class TaughtCase:
 
     def solve(self, group: Any = ONE_RANK) -> tuple["TaughtResult", list[Collective]]:
         """This rank's values, its parts of the gradients, and the collectives of forward."""
-        from megarl.parallel.head.resplit import resplit_weight
         from megarl.parallel.head.statistics import vocab_shard
+        from megarl.parallel.teacher import resplit_weight
 
         problem, rank, size = self.problem, group.rank(), group.size()
         student = problem.student

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Role, RoleSpec, UpdateRequest, Vision

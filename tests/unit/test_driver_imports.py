@@ -10,7 +10,7 @@ import sys
 def found(*names):
     return sorted(sys.modules.keys() & set(names))
 
-import megarl.cli, megarl.config.load, megarl.run.first_checks, megarl.rewards.custom.load
+import megarl.cli, megarl.config.load, megarl.run.first_checks, megarl.rewards.custom.signatures
 import megarl.algos.rehearsal, megarl.forecast.plan_layouts, megarl.run.evaluation.run, megarl.train.supervised_inputs
 import megarl.data.images
 first = found("torch", "torchvision", "PIL", "transformers", "ray", "scipy", "sympy", "matplotlib")

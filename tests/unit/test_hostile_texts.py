@@ -27,8 +27,7 @@ from megarl.record.problems import ProblemRecord, append_problems, read_problems
 from megarl.record.progress import Progress, ProgressValues, write_line
 from megarl.record.rollouts import read_rollouts, write_rollouts
 from megarl.record.text_table import align
-from megarl.record.timeline import Interval, append_timeline
-from megarl.record.trace import write_trace
+from megarl.record.timeline import Interval, append_timeline, write_trace
 from megarl.record.trackers import OpenedRun, TrackerSink
 from megarl.report import write_report
 from megarl.report.hint_page import HintedAnswer, HintedExample, HintedToken, HintReport, Table, to_html, to_text

@@ -13,9 +13,9 @@ from megarl.algos.cpo.inputs import (
     inputs_from_rows,
     loss_quantities,
 )
+from megarl.algos.cpo.methods import check_cpo
 from megarl.algos.cpo.metrics import cpo_metrics, hint_metrics, shift_diagnostics
 from megarl.algos.cpo.shaping import required_quantities, shape_advantages, shapes_in_loss
-from megarl.algos.cpo.validate import check_cpo
 
 __all__ = [
     "DIFFICULTY",

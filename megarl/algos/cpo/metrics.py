@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from megarl.algos.cpo.difficulty import LEVELS
 from megarl.algos.cpo.factors import credit_ratio
+from megarl.algos.cpo.formulas import make_terms
 from megarl.algos.cpo.inputs import CpoInputs
 from megarl.algos.cpo.methods import formula, neg_scope
-from megarl.algos.cpo.terms import make_terms
 from megarl.config.algo import CpoConfig
 from megarl.config.torch_later import Tensor
 

@@ -1,10 +1,9 @@
 """Shape advantages with CPO: change them by how much a hint in the prompt changes the log-probs of the response."""
 
-from megarl.algos.cpo.formulas import apply_formula
+from megarl.algos.cpo.formulas import Terms, apply_formula, make_terms
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.inputs import CpoInputs
 from megarl.algos.cpo.methods import coefficients, formula, neg_scope
-from megarl.algos.cpo.terms import Terms, make_terms
 from megarl.config.algo import CpoConfig
 from megarl.config.torch_later import Tensor, torch
 from megarl.types import TokenQuantity

@@ -9,8 +9,7 @@ from megarl.parallel.head.choose import choose_teacher_kernels
 from megarl.parallel.head.divergence import Divergence
 from megarl.parallel.head.gradients import GradientSinks
 from megarl.parallel.head.logprobs import HeadOptions, head_inputs
-from megarl.parallel.head.measured import MeasuredPolicy
-from megarl.parallel.head.recorded import RecordedHead
+from megarl.parallel.head.recorded import MeasuredPolicy, RecordedHead
 from megarl.parallel.head.statistics import HeadInputs, VocabShard
 from megarl.parallel.head.teacher_kernels import TeacherKernels
 from megarl.parallel.head.teachers import Teacher, WholeTeacher

@@ -9,8 +9,7 @@ from enum import StrEnum
 from functools import partial
 
 from megarl.config.programs import open_program
-from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
-from megarl.rewards.code.tests import Test
+from megarl.rewards.code.formats import TEST_FORMATS, Test, parse_tests
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.types import Reward
 from megarl_answers import after_thoughts

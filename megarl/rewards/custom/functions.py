@@ -13,8 +13,7 @@ from megarl.config.rewards import FunctionConfig, RewardsConfig
 from megarl.errors import RunError
 from megarl.host.child_environment import child_environment
 from megarl.rewards.custom.call import call_function, is_async
-from megarl.rewards.custom.load import RewardFunction, load_function
-from megarl.rewards.custom.signatures import IDS, signature_of
+from megarl.rewards.custom.signatures import IDS, RewardFunction, load_function, signature_of
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
 from megarl.types import Reward

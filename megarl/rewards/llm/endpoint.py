@@ -1,12 +1,18 @@
-"""Ask language models behind OpenAI-compatible HTTP endpoints."""
+"""Ask language models behind OpenAI-compatible HTTP endpoints, and keep in an SQLite file what they answered, so that a
+question is paid for once.
+"""
 
 import asyncio
+import hashlib
+import json
 import os
+import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from megarl.config.judges import JudgeConfig
@@ -16,13 +22,112 @@ from megarl.host.clock import awake_s
 from megarl.host.http_replies import BOUNDED
 from megarl.host.masking import masked_text
 from megarl.host.unicode import readable
+from megarl.host.writing import dispensable
 from megarl.rewards.background import BackgroundLoop
-from megarl.rewards.llm.cache import AnswerCache
-from megarl.rewards.llm.completions import JudgeCompletion, Request
-from megarl.types import FinishReason
+from megarl.types import FinishReason, Message
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+
+# How servers name the end of an answer that the model ended itself; None: they do not tell.
+_WHOLE = frozenset({None, "stop", "eos", "eos_token", "end_turn", "stop_sequence"})
+
+
+def is_whole(finish_reason: str | None) -> bool:
+    """Return whether a model's answer is whole: not cut at a limit, withheld by a filter, or given up.
+
+    >>> [is_whole(reason) for reason in ("stop", "length", "content_filter", None)]
+    [True, False, False, True]
+    """
+    return (finish_reason.casefold() if finish_reason else None) in _WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A chat that a model continues. Requests with the same chat and another seed are samples of their own."""
+
+    messages: tuple[Message, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeCompletion:
+    """The reply of a model; `text` is None if it could not be asked, and then `reason` says why in one line.
+
+    finish_reason: how the text ended; one that is not whole states no verdict. tokens: read and written. is_refused:
+    every endpoint refused the request because of its settings.
+    """
+
+    text: str | None
+    reason: str = ""
+    finish_reason: str | None = FinishReason.STOP
+    tokens: int = 0
+    seconds: float = 0.0
+    is_cached: bool = False
+    is_refused: bool = False
+
+    @property
+    def unread(self) -> str:
+        """Return why the text must not be read as a verdict, empty if it may be."""
+        if is_whole(self.finish_reason):
+            return ""
+        remedy = "; raise sampling.max_tokens" if self.finish_reason == FinishReason.LENGTH else ""
+        return f"the judge's answer was cut (finish_reason {self.finish_reason}){remedy}"
+
+
+class Completions(Protocol):
+    """A language model that continues chats.
+
+    is_deferred: whether requests wait for `flush`, because the model shares its devices with others.
+    """
+
+    is_deferred: bool
+
+    def submit(self, request: Request) -> Future[JudgeCompletion]:
+        """Ask, and return a future of the answer, without waiting. The future may raise RunError."""
+
+    def flush(self) -> None:
+        """Start, and wait for, all requests that `submit` has put off."""
+
+    def close(self) -> None:
+        """End all processes and connections that were opened for the model."""
+
+
+class AnswerCache:
+    """Answers by their requests; several processes may share the file, but one thread this object."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file; raise ConfigError if that is impossible."""
+        self._what = f"the cache {path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
+            self._db.execute("CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"rewards.judges: cannot open the cache {path}: {error}; choose another file") from error
+
+    @staticmethod
+    def key(body: object) -> str:
+        """Return the key of a request, a hash of its whole body."""
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+    def get(self, key: str) -> str | None:
+        """Return the answer to a request, None if there is none or it cannot be read."""
+        with dispensable(self._what, sqlite3.Error, done="used"):
+            row = self._db.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
+            return None if row is None else str(row[0])
+        return None
+
+    def put(self, key: str, answer: str) -> None:
+        """Keep an answer, if the storage takes it; the first one stays."""
+        with dispensable(self._what, sqlite3.Error, done="used"):
+            self._db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, answer))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
 
 T = TypeVar("T")
 

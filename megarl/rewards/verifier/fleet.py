@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from megarl.errors import WorkerError
 from megarl.host.child_environment import child_environment, python_module
 from megarl.host.clock import awake_s
-from megarl.rewards.verifier.messages import WorkerChannel, write_message
-from megarl.rewards.verifier.types import JobResult, VerifierOptions
+from megarl.rewards.verifier.types import JobResult, VerifierOptions, WorkerChannel, write_message
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _EXIT_S = 5.0

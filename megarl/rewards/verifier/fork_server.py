@@ -17,8 +17,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.rewards.verifier.messages import read_message
-from megarl.rewards.verifier.types import VerifierOptions
+from megarl.rewards.verifier.types import VerifierOptions, read_message
 from megarl.rewards.verifier.worker import adopt_orphans, die_with_parent, resolve, work
 
 _WORKER_FD = 3

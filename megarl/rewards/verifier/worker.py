@@ -19,8 +19,15 @@ from typing import Any, NoReturn
 from megarl.errors import ConfigError, NonFiniteError
 from megarl.rewards.question import Verdict
 from megarl.rewards.scorers import PARSE_FAILED
-from megarl.rewards.verifier.messages import ERRORS, READY, STARTED, WorkerReply, read_message, write_message
-from megarl.rewards.verifier.types import VerifierOptions
+from megarl.rewards.verifier.types import (
+    ERRORS,
+    READY,
+    STARTED,
+    VerifierOptions,
+    WorkerReply,
+    read_message,
+    write_message,
+)
 from megarl.types import Reward
 
 # Interval at which the interruption is repeated, since code may swallow it, as destructors do.

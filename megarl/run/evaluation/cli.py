@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megarl.record.activity import shown
+from megarl.host.activity import shown
 
 
 def add_evaluation(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.cpo import CpoInputs
-from megarl.algos.cpo.terms import make_terms
+from megarl.algos.cpo.formulas import make_terms
 from megarl.config.algo import CpoConfig
 from megarl.data.hints import HintedRows
 from megarl.types import Row, pad_rows

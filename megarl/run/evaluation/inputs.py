@@ -27,8 +27,7 @@ from megarl.rewards.build import check_ground_truths
 from megarl.run.evaluation.output import TABLE
 from megarl.run.first_checks import check_prompts, unreached_servers
 from megarl.train.export import exported
-from megarl.train.inputs import check_askers
-from megarl.train.models import check_image_engines, open_model
+from megarl.train.inputs import check_askers, check_image_engines, open_model
 from megarl.train.rehearsal import rehearse
 from megarl.weights.families import read_hf_config, read_model_spec
 from megarl.weights.hub import local_model

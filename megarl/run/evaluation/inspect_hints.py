@@ -15,7 +15,8 @@ from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import load_config
 from megarl.config.batches import max_hinted_row_tokens
-from megarl.config.schema import Config
+from megarl.config.rewards import RewardsConfig
+from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, token_texts
 from megarl.data.hints import HintPlacer, HintSurvey, Missing, donors, hint_text, hinted_rows, survey_hints
@@ -93,7 +94,18 @@ def inspect_hints(request: InspectRequest) -> HintReport:
         answers=(),
     )
     if request.model is not None and chosen:
-        report = _with_signal(report, request, config, tokenizer, placer, [prompt for prompt, _ in chosen])
+        report = _with_signal(
+            report,
+            request,
+            config.rollout,
+            config.rewards,
+            config.model,
+            tokenizer,
+            placer,
+            [prompt for prompt, _ in chosen],
+            micro_batch_tokens=config.actor.micro_batch_tokens,
+            run_seed=config.run.seed,
+        )
     print(to_text(report, with_colors=sys.stdout.isatty()))
     for warning in survey.warnings(placer):
         print_lines(f"warning: {warning}")
@@ -123,33 +135,38 @@ def _coverage(survey: HintSurvey) -> Table:
 def _with_signal(
     report: HintReport,
     request: InspectRequest,
-    config: Config,
+    rollout: RolloutConfig,
+    rewards: RewardsConfig,
+    policy: ModelConfig,
     tokenizer: "PreTrainedTokenizerBase",
     placer: HintPlacer,
     prompts: Sequence[Prompt],
+    *,
+    micro_batch_tokens: int,
+    run_seed: int,
 ) -> HintReport:
     """Measure the model's log-probs of answers with and without hints, and add their differences to the report."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        config.model.path, dtype=getattr(torch, config.model.dtype), trust_remote_code=False, use_safetensors=True
+        policy.path, dtype=getattr(torch, policy.dtype), trust_remote_code=False, use_safetensors=True
     )
     model = model.to(platform().device()).eval()
-    encoder = Answers.of(config.model, config.rollout, tokenizer)
+    encoder = Answers.of(policy, rollout, tokenizer)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     if request.answers == "sampled":
-        samples = _sample(model, config, encoder.stop_tokens.stop_token_ids, prompts)
+        samples = _sample(model, rollout, encoder.stop_tokens.stop_token_ids, prompts, seed=batch_seed(run_seed, 0))
     else:
         samples = [
             _as_sample(prompt, encoder.demonstration(prompt.messages, hint, where=f"prompt {prompt.uid}: hint"), 0)
             for prompt, hint in ((prompt, hint_text(prompt, placer.cfg) or "") for prompt in prompts)
         ]
     sources = {prompt.data_source for prompt in prompts}
-    with closing(open_rewards(without_training(config.rewards, sources), sources, tokenizer)) as rewards:
-        judging = rewards.begin()
+    with closing(open_rewards(without_training(rewards, sources), sources, tokenizer)) as manager:
+        judging = manager.begin()
         for sample in samples:
             judging.add(by_uid[sample.uid], sample)
-        correct = [reward.correct for reward in rewards.finish([judging], samples).rewards]
+        correct = [reward.correct for reward in manager.finish([judging], samples).rewards]
     rows = [row_from_sample(sample) for sample in samples]
     own = placer.place_all(by_uid)
     shuffled = hinted_rows(rows, placer.place_all(by_uid, donors(own, seed=0))) if len(by_uid) > 1 else None
@@ -159,8 +176,8 @@ def _with_signal(
         hinted_rows(rows, own),
         shuffled,
         correct=correct,
-        temperature=config.rollout.temperature,
-        micro_batch_tokens=config.actor.micro_batch_tokens,
+        temperature=rollout.temperature,
+        micro_batch_tokens=micro_batch_tokens,
     )
     read = "sampled answers" if request.answers == "sampled" else "solutions as answers"
     return replace(
@@ -220,10 +237,12 @@ def _signal(x: CpoInputs) -> Table:
     )
 
 
-def _sample(model: Any, config: Config, stop_token_ids: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample]:
+def _sample(
+    model: Any, rollout: RolloutConfig, stop_token_ids: Sequence[int], prompts: Sequence[Prompt], *, seed: int
+) -> list[Sample]:
     """Sample the configured number of answers to each prompt with the model itself."""
-    rollout, samples = config.rollout, []
-    torch.manual_seed(batch_seed(config.run.seed, 0))
+    samples = []
+    torch.manual_seed(seed)
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids], device=model.device)
         found = model.generate(

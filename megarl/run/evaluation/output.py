@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.host.writing import replacing
-from megarl.record.answers import JudgedAnswer, SourceResult, write_answers
+from megarl.record.rollouts import JudgedAnswer, SourceResult, write_answers
 from megarl.record.text_table import align
 
 TABLE, SAMPLES = "table.parquet", "samples.parquet"

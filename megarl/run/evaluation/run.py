@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from megarl.cluster import offloading
 from megarl.cluster.roles import actor_role
 from megarl.config.generation import RolloutConfig
+from megarl.host.activity import doing
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.sharing import shared_with
 from megarl.host.streams import print_lines
-from megarl.record.activity import doing
-from megarl.record.answers import JudgedAnswer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import write_settings
+from megarl.record.rollouts import JudgedAnswer, results_by_source
 from megarl.rewards.build import open_rewards
 from megarl.rewards.judge import Judged
 from megarl.rewards.manager import Judging, RewardManager

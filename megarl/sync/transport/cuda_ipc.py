@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.errors import WeightSyncError
 from megarl.host.device.platform import platform
+from megarl.sync.transport.rendezvous import SignedStore
 from megarl.sync.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender, segment_bytes
-from megarl.sync.transport.signed_store import SignedStore
 from megarl.sync.transport.transports import ProcessPlan, Staging, Transport
 
 # CUDA's handles have 64 bytes, to which torch adds a few; those of its expandable segments list files.

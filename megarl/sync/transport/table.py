@@ -4,8 +4,7 @@ from megarl.errors import WeightSyncError
 from megarl.registry import Registry
 from megarl.sync.transport.cuda_ipc import CUDA_IPC
 from megarl.sync.transport.delta_transport import differences_over
-from megarl.sync.transport.point_to_point import GLOO, NCCL
-from megarl.sync.transport.relay import relayed_to
+from megarl.sync.transport.point_to_point import GLOO, NCCL, relayed_to
 from megarl.sync.transport.shared_memory import SHARED_MEMORY
 from megarl.sync.transport.transports import Link, Transport
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 from megarl_lab.recipes.tasks.base import HELD_OUT_EVERY
 from megarl_lab.recipes.tasks.generate import GenerateConfig, SplitFiles
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import ConfigError
 from megarl.types import Reward
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 from megarl_lab.recipes.tasks.base import BuiltinTask, LevelMix, Problem, check_levels, draw_problem
 
 # Arguments: data source, answer, ground truth and further information; `megarl.rewards.score` is one.

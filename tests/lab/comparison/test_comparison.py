@@ -15,9 +15,8 @@ from matplotlib.image import imread
 from megarl.errors import ConfigError, DataError
 from megarl.record.metrics import JsonlSink, MetricsLogger
 from megarl.report.run import load_runs
-from megarl_lab.comparison.figure import mean_curve
 from megarl_lab.comparison.groups import Comparison, GroupResult, compare, group_runs
-from megarl_lab.comparison.table import comparison_text
+from megarl_lab.comparison.table import comparison_text, mean_curve
 from tools import compare_runs
 
 STEPS = 6

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algos.cpo.methods import CPO_METHODS, formula_set
-from megarl_lab.study.leak import Behavior, Policy
-from megarl_lab.study.leak_output import write_results
+from megarl_lab.study.leak import Behavior, Policy, write_results
 from megarl_lab.study.queue import load_study, run_config
 
 REPOSITORY = Path(__file__).parents[3]

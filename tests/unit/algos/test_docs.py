@@ -16,9 +16,9 @@ from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.corrections import CORRECTIONS
 from megarl.algos.cpo.difficulty import DIFFICULTIES
+from megarl.algos.cpo.formulas import NEG_SCOPES
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.methods import CPO_METHODS
-from megarl.algos.cpo.terms import NEG_SCOPES
 from megarl.algos.entropy import ENTROPY_CONTROLLERS
 from megarl.algos.filters import GROUP_FILTERS
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
@@ -184,7 +184,6 @@ LOGGED_IN = (
     "train/loop.py",
     "train/validate.py",
     "data/packing.py",
-    "train/update.py",
     "train/supervised.py",
     "record/performance.py",
     "record/timeline.py",

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from megarl.algos.build import build_algorithm
-from megarl.algos.objectives import ImportanceSampling, OwnObjective, objective_by_name
+from megarl.algos.objectives import ImportanceSampling, OwnObjective, SftAlgorithm, ValueLoss, objective_by_name
 from megarl.algos.preference import PreferenceObjective
-from megarl.algos.sft import SftAlgorithm
-from megarl.algos.value_loss import ValueLoss
 from megarl.config.algo import AlgoConfig
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.errors import ConfigError

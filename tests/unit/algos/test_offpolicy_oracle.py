@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages.token_baseline import token_baseline
+from megarl.algos.advantages.turns import token_baseline
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.batch_statistics import effective_sample_size, high_entropy
 from megarl.algos.build import build_algorithm

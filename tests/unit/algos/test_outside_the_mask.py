@@ -16,11 +16,10 @@ from megarl.algos.corrections import CORRECTIONS
 from megarl.algos.cpo.methods import CPO_METHODS
 from megarl.algos.kl import KL_ESTIMATORS
 from megarl.algos.masked import masked_sum
+from megarl.algos.objectives import SftAlgorithm, ValueLoss
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, policy_loss
 from megarl.algos.preference import BATCH_KL, PREFERENCE_LOSSES, BradleyTerry, PreferenceObjective
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES
-from megarl.algos.sft import SftAlgorithm
-from megarl.algos.value_loss import ValueLoss
 from megarl.config.algo import (
     AdvantageConfig,
     AlgoConfig,

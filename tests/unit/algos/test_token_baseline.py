@@ -7,7 +7,7 @@ import torch
 
 from megarl.algos import build_algorithm
 from megarl.algos.advantages import compute_advantages
-from megarl.algos.advantages.token_baseline import token_baseline
+from megarl.algos.advantages.turns import token_baseline
 from megarl.config.algo import AdvantageConfig, AlgoConfig, CpoConfig
 from megarl.errors import ConfigError
 from megarl.types import ScoredBatch

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algos.value_loss import ValueLoss
+from megarl.algos.objectives import ValueLoss
 from megarl.types import AlgoState, RowBatch, ValueOutputs
 from tests.helpers.rows import random_rows
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from megarl.cluster import actors
 from megarl.cluster.actors import EngineActor
-from megarl.cluster.ending import end_run_processes
+from megarl.cluster.ray_session import end_run_processes
 from megarl.cluster.remotes import Process
 from megarl.config.schema import EngineConfig
 from megarl.host.janitor import RUN_ID_VARIABLE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.cluster.engine_slots import wait_started
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import wait_all

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.object_store import object_store, pass_bytes
+from megarl.cluster.object_store import object_store, routing_bytes
+from megarl.config.batches import pass_bytes
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.types import Row
@@ -29,7 +30,7 @@ def rollout(prompts: int, **trainer: Any) -> Config:
 
 
 def size(config: Config, command: str = "train", *, room: int = 1 << 50) -> int:
-    derived = object_store(config, command, room=room)
+    derived = object_store(config.cluster, pass_bytes(config, command), room=room)
     assert derived is not None
     assert derived.key == "cluster.object_store_mib"
     assert isinstance(derived.value, int)
@@ -64,7 +65,8 @@ def test_rows_with_hints_and_recorded_experts_take_more(tmp_path: Path) -> None:
     moe = {"model": {"path": str(tmp_path)}, "actor": {"moe": {"replay_routing": True}}}
     routed = from_dict(Config, moe)
     # Four layers, two experts of each token, int16.
-    assert pass_bytes(replace(config, actor=routed.actor, model=routed.model))[1] == tokens * (21 + 2 * 4 * 2)
+    assert pass_bytes(config, "train", routing_bytes(routed.model, routed.actor.moe))[1] == tokens * (21 + 2 * 4 * 2)
+    assert routing_bytes(routed.model, config.actor.moe) == 0
     top_k = replace(config, rollout=replace(config.rollout, top_k=20))
     assert pass_bytes(top_k)[1] == tokens * (21 + 4 * 20)
 
@@ -80,12 +82,12 @@ def test_supervised_commands_have_their_own_rows() -> None:
 def test_memory_bounds_it(tmp_path: Path) -> None:
     config = rollout(1024)
     assert size(config, room=GIB) == 1024
-    derived = object_store(config, room=GIB)
+    derived = object_store(config.cluster, pass_bytes(config), room=GIB)
     assert derived is not None
     assert "but at most 30% of the host's memory and 50% of /dev/shm" in derived.reason
     assert size(config, room=MIB) == 75
     running = replace(config, cluster=replace(config.cluster, address="10.0.0.1:6379"))
-    assert object_store(running) is None
+    assert object_store(running.cluster, pass_bytes(running)) is None
 
 
 def test_a_row_takes_as_much_as_is_counted() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.cluster.remotes import PendingCall, Process
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.roles import engine_spec
 from megarl.config import Config, from_dict
 from megarl.config.check import check_eval, check_train
 from megarl.config.check_engines import check_cache
@@ -17,7 +18,7 @@ from megarl.config.check_model import check_engine_model, check_model
 from megarl.config.engine_arguments import LIMITED, PASSED, REFUSED, check_argument, known_arguments
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
-from megarl.rollout.engine_spec import engine_arguments, engine_spec
+from megarl.rollout.engine_spec import engine_arguments
 
 
 def config(**arguments: Any) -> Config:

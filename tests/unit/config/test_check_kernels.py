@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import check, kernels, models, optimizer, target
+from megarl.config import check, models, optimizer, target
 from megarl.config.check import check_batch_invariance, check_precision
 from megarl.config.check_optimizers import check_optimizers
 from megarl.config.models import fused_kernels
@@ -45,7 +45,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     devices: list[Device] = []
     platform = PLATFORMS["cuda"]()
     monkeypatch.setattr(platform, "devices", lambda: devices)
-    for module in (check, kernels, models, optimizer, target):
+    for module in (check, models, optimizer, target):
         monkeypatch.setattr(module, "platform", lambda: platform)
     monkeypatch.setattr(target, "find_spec", lambda name: name)
     monkeypatch.setattr(models, "transformer_engine_version", lambda: (2, 11))

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 import megarl.config.plugins  # noqa: F401 - has the names found
-from megarl.config.moved import MODULES
+from megarl.config.plugins import MODULES
 
 
 def test_a_plugin_of_an_earlier_version_registers_its_transport() -> None:

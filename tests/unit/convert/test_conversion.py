@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config import Config
+from megarl.config.load import masked_settings
 from megarl.config.schema import ModelConfig
 from megarl.convert import commands, engine
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
-from megarl.convert.dist_format import write_index
 from megarl.convert.engine import ConvertSettings
+from megarl.convert.readers import write_index
 from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import RunState
 from megarl.types import AlgoState
@@ -131,7 +132,7 @@ def test_a_run_knows_its_model(tmp_path: Path, qwen2: Path) -> None:
         algo=AlgoState(kl_coef=0.0),
         source={},
         score=None,
-        config=Config(model=ModelConfig(path=str(qwen2))),
+        settings=masked_settings(Config(model=ModelConfig(path=str(qwen2)))),
     )
     step.mkdir(parents=True)
     (step / "actor").mkdir()

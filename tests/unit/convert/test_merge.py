@@ -16,8 +16,8 @@ from megarl.convert.cli import COMMANDS
 from megarl.convert.engine import ConvertSettings
 from megarl.convert.merge import merge
 from megarl.errors import ConfigError
-from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.families import read_model_spec
+from megarl.weights.peft_files import create_adapter_files
 from tests.helpers.hf_models import VOCAB_SIZE, make_model, read_tensors
 
 PREFIX = "base_model.model."

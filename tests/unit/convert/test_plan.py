@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.convert import plan as plan_module
-from megarl.convert.dist_format import saved_size
 from megarl.convert.mapping import model_parameters
 from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf, row_ranges
+from megarl.convert.readers import saved_size
 from megarl.errors import DataError
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, plan_files

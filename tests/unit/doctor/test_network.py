@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.doctor.finding import Severity
-from megarl.doctor.network import caches_finding, fabric_finding, interfaces_finding, memlock_finding
+from megarl.doctor.machine import caches_finding, fabric_finding, interfaces_finding, memlock_finding
 
 OK, WARN = Severity.OK, Severity.WARN
 

@@ -10,8 +10,7 @@ from megarl.config.load import dump, load_config
 from megarl.errors import DataError
 from megarl.forecast.calibrate import calibrate
 from megarl.forecast.search import find_layouts
-from megarl.forecast.step import planned_step
-from tests.unit.forecast.test_plan_layouts import run_file, search_for
+from tests.unit.forecast.test_plan_layouts import planned_step, run_file, search_for
 
 # Means of the steps that count: 30 s of generation, 12 + 3 of training, 2 of sync, and 5 between them.
 TIMES = {"step": 52.0, "gen": 30.0, "update_actor": 12.0, "old_log_prob": 3.0, "sync": 2.0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.forecast.lengths import POINTS, alive
+from megarl.forecast.costs import POINTS, alive
 
 
 @pytest.mark.parametrize("mean", [0.05, 0.3, 0.5, 0.51, 0.8, 0.95, 1.0])

@@ -15,7 +15,16 @@ from megarl.config import from_dict, load_config
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
-from megarl.forecast.costs import Constants, Hardware, bubble, generate_parts, read_share, train_parts
+from megarl.forecast.costs import (
+    Constants,
+    Hardware,
+    StepCost,
+    bubble,
+    generate_parts,
+    read_share,
+    step_cost,
+    train_parts,
+)
 from megarl.forecast.layout_search import LayoutSearch, new_search
 from megarl.forecast.plan_layouts import host_bytes, layout_text, settings_of
 from megarl.forecast.search import LayoutChoice, find_layouts
@@ -23,6 +32,8 @@ from megarl.host.device.platform import CudaPlatform, assuming
 from megarl.plan.build import plan_run
 from megarl.plan.recompute import recomputed_share
 from megarl.plan.run_plan import EnginePlan
+from megarl.plan.sizes import SizedRun, size_run
+from megarl.types import TokenQuantity
 from megarl.weights.families import read_model_spec
 from tests.helpers.small_model import write_config
 
@@ -39,6 +50,17 @@ def search_for(model: str, gpus: int, *overrides: str, device_gib: float = 80.0)
     return new_search(model, gpus=gpus, per_node=8, device_gib=device_gib, overrides=overrides)
 
 
+def sized(config: Config, num_passes: int = 0, engine: EnginePlan | None = None) -> SizedRun:
+    """A run with so many passes over all rows before the update, and perhaps another engine."""
+    run = size_run(config, None)
+    return replace(run, needed=tuple(TokenQuantity)[:num_passes], engine=engine or run.engine)
+
+
+def planned_step(config: Config, **how: Any) -> StepCost:
+    with assuming("cuda"):
+        return step_cost(size_run(config), **how)
+
+
 def row_of(nodes: int, model: str, search: LayoutSearch, choice: LayoutChoice) -> str:
     """A line of the table in docs/slurm.md."""
     update, generate = (
@@ -47,14 +69,14 @@ def row_of(nodes: int, model: str, search: LayoutSearch, choice: LayoutChoice) -
     cells = (
         str(nodes),
         model,
-        layout_text(choice.config.actor.layout),
-        choice.config.actor.in_words(),
+        layout_text(choice.run.config.actor.layout),
+        choice.run.config.actor.in_words(),
         choice.engine.layout,
         f"{update:.1f}",
         f"{generate:.1f}",
         f"{host_bytes(search, choice) / GIB:.0f}",
-        f"{choice.num_sequences}",
-        f"{choice.config.trainer.prompts_per_step * choice.config.rollout.num_samples:,}",
+        f"{choice.engine.full_rows}",
+        f"{choice.run.config.trainer.prompts_per_step * choice.run.config.rollout.num_samples:,}",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -62,7 +84,7 @@ def row_of(nodes: int, model: str, search: LayoutSearch, choice: LayoutChoice) -
 def run_file(directory: Path, choice: LayoutChoice) -> Path:
     """A run file with the settings that the command prints, and those that it starts from."""
     file = directory / "run.yaml"
-    config = choice.config
+    config = choice.run.config
     tree: dict[str, Any] = {
         "model": {"path": config.model.path, "config_path": config.model.config_path, "dtype": "bfloat16"},
         "data": {"train": ["train.parquet"], "max_prompt_tokens": 1024, "on_long_prompt": "drop"},
@@ -97,7 +119,7 @@ def test_memory_is_that_of_a_dry_run(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_not_listed_and_the_order_is_that_of_cost() -> None:
     """32 B parameters on 8 GPUs: without tensor or pipeline parallelism, 61 GiB of weights and 122 of gradients."""
     choices = find_layouts(search_for("qwen3-32b", 8), most=1000)
-    layouts = [choice.config.actor.layout for choice in choices]
+    layouts = [choice.run.config.actor.layout for choice in choices]
     assert LayoutConfig(dp=8) not in layouts
     assert LayoutConfig(tp=8, sequence_parallel=True) in layouts
     assert all(choice.peak <= 0.9 * 80 * GIB for choice in choices)
@@ -106,11 +128,13 @@ def test_what_does_not_fit_is_not_listed_and_the_order_is_that_of_cost() -> None
 
 
 def test_engines_apart_need_nodes_of_their_own_and_are_one_step_off() -> None:
-    assert {c.config.placement.mode for c in find_layouts(search_for("qwen3-8b", 8), most=1000)} == {"colocated"}
-    apart = [c for c in find_layouts(search_for("qwen3-8b", 16), most=1000) if c.config.placement.mode == "split"]
-    assert {(c.config.placement.trainer.num_nodes, c.config.placement.engines.num_nodes) for c in apart} == {(1, 1)}
+    assert {c.run.config.placement.mode for c in find_layouts(search_for("qwen3-8b", 8), most=1000)} == {"colocated"}
+    apart = [c for c in find_layouts(search_for("qwen3-8b", 16), most=1000) if c.run.config.placement.mode == "split"]
+    assert {(c.run.config.placement.trainer.num_nodes, c.run.config.placement.engines.num_nodes) for c in apart} == {
+        (1, 1)
+    }
     for choice in apart:
-        assert choice.config.rollout.schedule.staleness == 1
+        assert choice.run.config.rollout.schedule.staleness == 1
         assert choice.cost.total == max(choice.cost.generate, choice.cost.train) + choice.cost.sync
 
 
@@ -161,9 +185,7 @@ ROW_FLOPS = 2 * 12 * 4 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 12) + 4 * 2 * 8 * 12**
 
 def test_training_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"tp": 2, "pp": 2})
-    dims = read_model_spec(tmp_path).dims
-    shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=PLAIN)
+    parts = train_parts(sized(config, 1), hardware=UNIT, constants=PLAIN)
     # Forward, backward of twice as much, and one further pass, on four devices.
     compute = 4 * 32 * ROW_FLOPS / 4
     # Forward, backward and a further pass: 32 · 12 tokens of 8 bfloat16 through 2 layers, four halves of them each
@@ -177,35 +199,30 @@ def test_training_by_hand(tmp_path: Path) -> None:
 def test_stages_of_several_chunks_by_hand(tmp_path: Path) -> None:
     """16 · 12 tokens in micro-batches of 36 would be 5.3 of them, but two stages of two chunks take an even number."""
     config = small_config(tmp_path, layout={"tp": 2, "pp": 2, "virtual_pp": 2}, micro_batch_tokens=36)
-    shards, dims = list(plan_run(config).shards), read_model_spec(tmp_path).dims
-    parts = train_parts(config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=PLAIN)
+    parts = train_parts(sized(config, 1), hardware=UNIT, constants=PLAIN)
     compute, tp = 4 * 32 * ROW_FLOPS / 4, 3 * 32 * 12 * 8 * 2 * 2 * 4 / 2
     # What is sent overlaps.
     assert parts == pytest.approx({"compute": compute, "tp": tp, "bubble": (compute + tp) / (6 * 2)})
     # A micro-batch of 32 tokens reaches a half of what it could with constants of 32.
-    seen = train_parts(
-        config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=replace(PLAIN, half_tokens=32.0)
-    )
+    seen = train_parts(sized(config, 1), hardware=UNIT, constants=replace(PLAIN, half_tokens=32.0))
     assert seen["compute"] == pytest.approx(2 * compute)
 
 
 def test_stages_of_several_chunks_are_tried_unless_given() -> None:
     """Of the 94 layers of Qwen3-235B-A22B, 32 chunks have 3, but the first and the last 2."""
     choices = find_layouts(search_for("qwen3-235b-a22b", 128, "actor.layout.pp=16"), most=1000)
-    chunked = [choice.config.actor.layout for choice in choices if choice.config.actor.layout.virtual_pp > 1]
+    chunked = [choice.run.config.actor.layout for choice in choices if choice.run.config.actor.layout.virtual_pp > 1]
     assert {(each.virtual_pp, each.pipeline_layout) for each in chunked} >= {(2, "Ett|(ttt|)*30ttL")}
     assert all(sum(map(sum, each.chunk_layers(94))) == 94 for each in chunked)
     assert layout_text(LayoutConfig(pp=2, virtual_pp=4, ep=2)) == "pp 2 × dp 1, ep 2, 4 chunks"
     one = find_layouts(search_for("qwen3-235b-a22b", 128, "actor.layout={pp: 16, virtual_pp: 1}"), most=1000)
-    assert {choice.config.actor.layout.virtual_pp for choice in one} == {1}
+    assert {choice.run.config.actor.layout.virtual_pp for choice in one} == {1}
 
 
 def test_ranks_that_share_key_value_heads_gather_all_heads(tmp_path: Path) -> None:
     """Of four ranks two share one of the two key heads: 8 + 2·4 elements of a token, three quarters from others."""
     config = small_config(tmp_path, layout={"tp": 4})
-    dims = read_model_spec(tmp_path).dims
-    shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, num_forward_passes=1, hardware=UNIT, constants=PLAIN)
+    parts = train_parts(sized(config, 1), hardware=UNIT, constants=PLAIN)
     assert parts["tp"] == 3 * 32 * 12 * 2 * 4 * (4 * 8 + 8 + 2 * 4) * 3 / 4
 
 
@@ -226,10 +243,10 @@ def test_no_more_is_recomputed_than_makes_room() -> None:
     """Qwen3-32B at tp 4 × pp 4 on 32 GPUs: some of a stage's 16 layers; with one less it would not fit."""
     layout = LayoutConfig(tp=4, pp=4, dp=2, sequence_parallel=True)
     choices = find_layouts(search_for("qwen3-32b", 32), most=1000)
-    actor = next(choice.config.actor for choice in choices if choice.config.actor.layout == layout)
+    actor = next(choice.run.config.actor for choice in choices if choice.run.config.actor.layout == layout)
     assert actor.recompute_layers is not None
     assert actor.in_words() == f"full, {actor.recompute_layers} layers"
-    config = next(choice.config for choice in choices if choice.config.actor == actor)
+    config = next(choice.run.config for choice in choices if choice.run.config.actor == actor)
     for layers, fits in ((actor.recompute_layers, True), (actor.recompute_layers - 1, False)):
         fewer = replace(config, actor=replace(actor, recompute_layers=layers))
         plan = plan_run(fewer, device_bytes=80 * GIB)
@@ -239,9 +256,8 @@ def test_no_more_is_recomputed_than_makes_room() -> None:
 
 def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, layout={"dp": 4})
-    dims = read_model_spec(tmp_path).dims
-    shards = list(plan_run(config).shards)
-    parts = train_parts(config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=PLAIN)
+    run = sized(config)
+    parts = train_parts(run, hardware=UNIT, constants=PLAIN)
     # 4 layers of 500, 12 padded rows of 8 in embedding and head, a norm: 4 + 2 bytes of each, three quarters, twice.
     compute, num_parameters = 3 * 32 * ROW_FLOPS / 4, 4 * 500 + 2 * 12 * 8 + 8
     assert parts == {"compute": compute, "dp": 2 * num_parameters * 6 * 3 / 4}
@@ -249,7 +265,7 @@ def test_gradients_of_replicas_by_hand(tmp_path: Path) -> None:
     with assuming("cuda"):
         for flops, left in ((1.0, 0.0), (ROW_FLOPS / 1000, 2 * num_parameters * 3 / 4 - 2 * 1000)):
             own = replace(UNIT, flops=flops)
-            parts = train_parts(config, dims, shards, num_forward_passes=0, hardware=own, constants=PLAIN)
+            parts = train_parts(run, hardware=own, constants=PLAIN)
             assert parts["dp"] == pytest.approx(2 * (4 * num_parameters * 3 / 4 + left))
 
 
@@ -269,15 +285,14 @@ def test_generation_by_hand(cached_rows: int, waves: int, tmp_path: Path) -> Non
         full_rows=cached_rows,
         max_num_seqs=4,
     )
-    dims = read_model_spec(tmp_path).dims
     hardware = replace(UNIT, flops=1e30, nvlink=1e30)
-    parts = generate_parts(config, dims, engine, hardware=hardware, constants=PLAIN)
+    parts = generate_parts(sized(config, engine=engine), hardware=hardware, constants=PLAIN)
     assert parts["reading weights"] == 8 * waves * 1000
     # On average 8 tokens of each: 4 of the prompt, and half of the response.
     assert parts["reading keys and values"] == 8 * waves * min(4, cached_rows) * 8 * 32
     assert sum(parts.values()) == pytest.approx(parts["reading weights"] + parts["reading keys and values"])
     empty = replace(engine, kv_cache=100)
-    assert generate_parts(config, dims, empty, hardware=hardware, constants=PLAIN) == {"KV cache": float("inf")}
+    assert generate_parts(sized(config, engine=empty), hardware=hardware, constants=PLAIN) == {"KV cache": float("inf")}
 
 
 def test_generation_in_stages_by_hand(tmp_path: Path) -> None:
@@ -298,7 +313,7 @@ def test_generation_in_stages_by_hand(tmp_path: Path) -> None:
         max_num_seqs=4,
     )
     hardware = replace(UNIT, flops=1e30, nvlink=1e30)
-    parts = generate_parts(config, read_model_spec(tmp_path).dims, engine, hardware=hardware, constants=PLAIN)
+    parts = generate_parts(sized(config, engine=engine), hardware=hardware, constants=PLAIN)
     # 32 rows, 4 at a time, of 8 tokens.
     assert parts["reading weights"] == 8 * 8 * 2 * 500
     assert parts["reading keys and values"] == 8 * 8 * 4 * 8 * 16
@@ -309,23 +324,20 @@ def test_generation_in_stages_by_hand(tmp_path: Path) -> None:
 def test_what_engines_and_updates_cost_beside_their_work(tmp_path: Path) -> None:
     """One sequence of 8 tokens at a time: of each engine's 16, 15 wait; then steps go on while any is left."""
     config = small_config(tmp_path, layout={"tp": 2, "dp": 2})
-    dims, shards = read_model_spec(tmp_path).dims, list(plan_run(config).shards)
     engine = replace(plan_run(config).engine, kv_cache=100 * 12 * 32, kv_bytes_per_token=32)
     one = replace(config.rollout, engine=replace(config.rollout.engine, max_num_seqs=1))
     free = replace(UNIT, flops=1e30, nvlink=1e30, hbm=1e30)
     slow = replace(PLAIN, decode_s=1.0)
-    parts = generate_parts(replace(config, rollout=one), dims, engine, hardware=free, constants=slow)
+    parts = generate_parts(sized(replace(config, rollout=one), engine=engine), hardware=free, constants=slow)
     assert parts["decode steps"] == pytest.approx(15 * 8 + 8)
     # Two micro-batches' worth of 24 tokens on a rank: with as many as reach half, products take twice as long.
     full, half = (
-        train_parts(config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=constants)["compute"]
+        train_parts(sized(config), hardware=UNIT, constants=constants)["compute"]
         for constants in (PLAIN, replace(PLAIN, half_tokens=24.0))
     )
     assert half == pytest.approx(2 * full)
     # On average 8 tokens of the response are 4: of the work on 12 tokens, that on 8 is left.
-    short = train_parts(
-        config, dims, shards, num_forward_passes=0, hardware=UNIT, constants=replace(PLAIN, mean_share=0.5)
-    )
+    short = train_parts(sized(config), hardware=UNIT, constants=replace(PLAIN, mean_share=0.5))
     row = 2 * 8 * 4 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 12) + 4 * 2 * 8 * 8**2 + 2 * 4 * 10 * 8
     assert short["compute"] == 3 * 32 * row / 4
 
@@ -350,14 +362,14 @@ def test_given_settings_are_kept(overrides: list[str], gpus: int) -> None:
     """Every printed choice has them, and still as many GPUs as were named."""
     search = search_for("qwen3-8b", gpus, *overrides)
     for choice in find_layouts(search, most=3):
-        found = asdict(choice.config)
+        found = asdict(choice.run.config)
         for override in overrides:
             key, _, text = override.partition("=")
             value = functools.reduce(lambda tree, name: tree[name], key.split("."), found)
             wanted = yaml.safe_load(text)
             assert value == (value | wanted if isinstance(wanted, dict) else wanted)
-        engine, split = choice.config.rollout.engine, choice.config.placement.mode == "split"
-        used = choice.config.actor.layout.world_size + split * engine.num_engines * engine.num_workers
+        engine, split = choice.run.config.rollout.engine, choice.run.config.placement.mode == "split"
+        used = choice.run.config.actor.layout.world_size + split * engine.num_engines * engine.num_workers
         assert used == gpus
 
 
@@ -420,7 +432,7 @@ def test_engines_have_experts_that_vllm_does_not_pad(monkeypatch: pytest.MonkeyP
     """Over eight workers, experts of 1,408 would be 176 wide, no multiple of 32, if GPUs asked for that."""
     monkeypatch.setattr(CudaPlatform, "expert_width_multiple", 32)
     (choice,) = find_layouts(search_for("glm-4.5-air", 64), most=1)
-    assert choice.config.rollout.engine.tp <= 4
+    assert choice.run.config.rollout.engine.tp <= 4
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from megarl.config import load_config
 from megarl.errors import ConfigError
+from megarl.forecast.costs import planned_stop
 from megarl.forecast.search import find_layouts
-from megarl.forecast.step import planned_step, planned_stop
 from megarl.plan.build import plan_run
-from tests.unit.forecast.test_plan_layouts import run_file, search_for
+from megarl.plan.sizes import size_run
+from tests.unit.forecast.test_plan_layouts import planned_step, run_file, search_for
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -29,7 +30,7 @@ def test_a_checkpoint_holds_weights_main_parameters_and_moments() -> None:
     """14 bytes of each parameter (32.76e9 of Qwen3-32B), written by four nodes at 1 GB/s."""
     overrides = ["placement.trainer.num_nodes=4"]
     config = load_config(REPOSITORY / "configs" / "run" / "gsm8k-qwen3-32b.yaml", overrides)
-    stop = planned_stop(config)
+    stop = planned_stop(size_run(config))
     assert stop.checkpoint == pytest.approx(14 * 32.762e9 / 4e9, rel=1e-3)
     assert 0 < stop.uncut < stop.step
     # Eight ranks of a node have a sixteenth of the weights each (2 bytes), and half of that of the optimizer (12).

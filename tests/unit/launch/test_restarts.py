@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
+from megarl.launch.status import FAILED, FINISHED, STOPPED, AttemptLog
 
 # Stopped by SIGUSR1 after a checkpoint, and before the first step.
 IN_TRAINING, AT_START = (85, STOPPED), (138, STOPPED)

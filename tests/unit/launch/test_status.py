@@ -12,8 +12,7 @@ from rich.console import Console
 
 from megarl.errors import DataError, RunStopped, WorkerError
 from megarl.host.directory_lock import DirectoryLock, read_claims
-from megarl.launch.restarts import FAILED, AttemptLog
-from megarl.launch.status import LOST_S, Heartbeat, describe_status, read_status
+from megarl.launch.status import FAILED, LOST_S, AttemptLog, Heartbeat, describe_status, read_status
 from megarl.launch.watch import FollowedMetrics, watch_status
 from megarl.record.metrics import RunPaths
 

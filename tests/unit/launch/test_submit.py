@@ -13,7 +13,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.errors import ConfigError, WorkerError
-from megarl.launch.submit import NodesRequest, StopForecast, SubmitRequest, job_script, seconds_of, submit
+from megarl.launch.submit import NodesRequest, SubmitRequest, job_script, seconds_of, submit
+from megarl.record.performance import StopForecast
 
 REPOSITORY = Path(__file__).parents[3]
 SMALL = REPOSITORY / "configs" / "run" / "sums-rl.yaml"

@@ -14,8 +14,7 @@ from megarl.cli import main
 from megarl.config import Config, from_dict, load_config
 from megarl.errors import ConfigError
 from megarl.migrate.aliases import ALIASES, DEFAULTS
-from megarl.migrate.convert_config import Converted, convert, to_run_file, translated
-from megarl.migrate.peer_files import PeerOptions, read_peer_file
+from megarl.migrate.convert_config import Converted, PeerOptions, convert, read_peer_file, to_run_file, translated
 from megarl.migrate.peer_scripts import option_name
 from tests.unit.migrate.test_aliases import keys_of
 

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.migrate import launch_script
-from megarl.migrate.peer_files import PeerOptions, read_peer_file
+from megarl.migrate.convert_config import PeerOptions, read_peer_file
 
 _START = "python3 -m verl.trainer.main_ppo"
 

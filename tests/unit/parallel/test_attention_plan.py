@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.parallel.attention import gathering_attention
 from megarl.parallel.attention_plan import gather_keys, plan_attention
-from megarl.parallel.gathered_attention import gathering_attention
 from megarl.parallel.packing import PackSeqParams
 
 CPU = torch.device("cpu")

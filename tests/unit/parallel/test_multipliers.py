@@ -13,7 +13,7 @@ from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead
 from megarl.parallel.head.statistics import vocab_shard
 from megarl.weights.families import read_model_spec
-from megarl.weights.multipliers import Multipliers
+from megarl.weights.rules import Multipliers
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, dense_head, head_problem
 from tests.helpers.head_ranks import ONE_RANK

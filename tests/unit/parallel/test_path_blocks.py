@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from megarl.parallel.path_attention import attend_to_paths, compiled_attention
+from megarl.parallel.modules import attend_to_paths, compiled_attention
 from megarl.parallel.path_blocks import BLOCK, plan_blocks
 from megarl.weights.attention import AttentionOptions
 from tests.helpers.path_kernels import attend_path_by_path, random_paths

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from megarl.parallel.sinks import attend_with_sinks
+from megarl.parallel.attention import attend_with_sinks
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 12
 

@@ -22,13 +22,13 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import PLATFORMS, assuming
 from megarl.plan import build, sizes
 from megarl.plan.build import plan_run
-from megarl.plan.derive import usable_bytes
+from megarl.plan.recompute import usable_bytes
 from megarl.plan.render import ranges, to_json, to_text
 from megarl.plan.run_plan import RunPlan
 from megarl.record.performance import forward_flops
 from megarl.train.inputs import open_train_inputs
 from megarl.weights.families import read_model_spec
-from megarl_lab.recipes.prompt_file import write_parquet
+from megarl_lab.recipes.public_files import write_parquet
 from megarl_lab.recipes.tiny_model import TinyModelConfig, make_tiny_model
 from tests.helpers.small_model import write_config
 

@@ -9,9 +9,9 @@ import pytest
 from megarl.cli import main
 from megarl.config.models import MoeConfig
 from megarl.config.schema import LayoutConfig
-from megarl.plan import derive
-from megarl.plan.derive import moe_kernels
+from megarl.plan import recompute
 from megarl.plan.memory import layer_activation_bytes
+from megarl.plan.recompute import moe_kernels
 from megarl.weights.dims import Routing
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import num_local_experts, num_stage_parameters
@@ -77,7 +77,7 @@ def test_activations_of_a_layer(small_experts: ModelSpec) -> None:
 
 def test_kernels_for_experts_are_derived(monkeypatch: pytest.MonkeyPatch, small_experts: ModelSpec) -> None:
     """Where Transformer Engine has them, and the model's routing is theirs."""
-    monkeypatch.setattr(derive, "transformer_engine_version", lambda: (2, 11))
+    monkeypatch.setattr(recompute, "transformer_engine_version", lambda: (2, 11))
     experts = small_experts.dims.experts
     assert experts is not None
     routing = Routing(num_groups=2, groups_per_token=1, group_rating=1, scale=1.0, biased=False)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.cluster.roles import by_layout
 from megarl.config import load_config
 from megarl.config.load import with_overrides
 from megarl.config.recompute import RecomputeConfig
@@ -16,12 +15,10 @@ from megarl.config.schema import Config
 from megarl.config.target import Target, checked_for, pinned_packages
 from megarl.forecast.layout_search import new_search
 from megarl.host.device.platform import assuming
-from megarl.plan.build import settle_run
-from megarl.plan.derive import FILL
-from megarl.plan.devices import most_bytes, plan_devices
-from megarl.plan.recompute import recomputed_share
+from megarl.plan.build import open_task, settle_run
+from megarl.plan.devices import most_bytes
+from megarl.plan.recompute import FILL, recomputed_share
 from megarl.plan.sizes import SizedRun, needs_of, size_run
-from megarl.plan.supervised import open_task
 from megarl.run.resume import changed_settings
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -41,8 +38,7 @@ def sized(config: Config, gib: float) -> SizedRun:
 
 
 def peak_of(run: SizedRun) -> float:
-    devices = plan_devices(by_layout(run.roles), run.shards, run.engine, offload=run.config.placement.offload)
-    return most_bytes(devices)[0] / GIB
+    return most_bytes(run.devices())[0] / GIB
 
 
 # By the memory of an update without any recompute, in GiB: 42.0, 53.4, 59.4; of the others, 62.2 and 50.2 with full.

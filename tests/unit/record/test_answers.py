@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.record.answers import (
+from megarl.record.rollouts import (
     JudgedAnswer,
     majority_correct,
     pass_at_k,

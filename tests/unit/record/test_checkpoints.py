@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.schema import CheckpointConfig, RunConfig
+from megarl.config.load import masked_settings
+from megarl.config.schema import CheckpointConfig, RunConfig, role_settings
 from megarl.errors import DataError, RunStopped, StorageError
 from megarl.host.signals import StopRequest
 from megarl.record import checkpoints
@@ -45,7 +46,7 @@ STATE = RunState(
     algo=AlgoState(kl_coef=1 / 3),
     source={},
     score=2 / 3,
-    config=Config(run=RunConfig(name="a", seed=7)),
+    settings=masked_settings(Config(run=RunConfig(name="a", seed=7))),
 )
 
 
@@ -95,17 +96,17 @@ def test_roles_that_are_laid_out_as_before(tmp_path: Path) -> None:
     """A role without a layout of its own follows the actor's."""
 
     def saved(**sections: Any) -> Checkpoint:
-        return Checkpoint(path=tmp_path, state=replace(STATE, config=from_dict(Config, sections)))
+        return Checkpoint(path=tmp_path, state=replace(STATE, settings=masked_settings(from_dict(Config, sections))))
 
     tp2, dp2 = {"tp": 2}, {"dp": 2}
     shared = saved(actor={"layout": tp2})
-    assert shared.same_layout(from_dict(Config, {"actor": {"layout": tp2}})) == set(Role)
-    assert shared.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == set()
+    assert shared.same_layout(role_settings(from_dict(Config, {"actor": {"layout": tp2}}))) == set(Role)
+    assert shared.same_layout(role_settings(from_dict(Config, {"actor": {"layout": dp2}}))) == set()
     moved = from_dict(Config, {"actor": {"layout": tp2}, "critic": {"layout": dp2}})
-    assert shared.same_layout(moved) == {Role.ACTOR, Role.REFERENCE, Role.REWARD, Role.TEACHER}
+    assert shared.same_layout(role_settings(moved)) == {Role.ACTOR, Role.REFERENCE, Role.REWARD, Role.TEACHER}
     # The actor joins the critic, which stays.
     apart = saved(actor={"layout": tp2}, critic={"layout": dp2})
-    assert apart.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == {Role.CRITIC}
+    assert apart.same_layout(role_settings(from_dict(Config, {"actor": {"layout": dp2}}))) == {Role.CRITIC}
 
 
 def test_a_directory_without_the_marker_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -526,7 +527,7 @@ def test_scores_of_different_measures_are_not_compared(
     manager = CheckpointManager(tmp_path, keeping, FakeRanks())
     for step, score in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.2)):
         config = from_dict(Config, settings if step > 2 else {})
-        state = replace(STATE, step=step, score=score, config=config)
+        state = replace(STATE, step=step, score=score, settings=masked_settings(config))
         manager.after_step(step, total=100, stop=StopRequest(), state=lambda _, now=state: now, is_validated=True)
     assert complete_steps(tmp_path) == kept
 

@@ -10,10 +10,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from megarl.config import Config, from_dict
+from megarl.config.load import masked_settings
 from megarl.errors import ConfigError
 from megarl.record import inputs
 from megarl.record.checkpoints import Command, RunState, checkpoint_dir, mark_complete
-from megarl.record.inputs import FILES, FREE, RunInputs, _is_in
+from megarl.record.inputs import FILES, FREE, RunInputs, _is_in, texts_of
 from megarl.run.resume import find_checkpoint, resume_notes
 from megarl.types import AlgoState
 
@@ -120,7 +121,7 @@ def begin(root: Path, command: Command, settings: Mapping[str, Any]) -> None:
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(MODULES.get(name, "{}"))
     config = run_of(root, settings)
-    save(config, command, RunInputs.of(config, command))
+    save(config, command, RunInputs.of(texts_of(config), command))
 
 
 def save(config: Config, command: Command, files: RunInputs) -> None:
@@ -134,7 +135,7 @@ def save(config: Config, command: Command, files: RunInputs) -> None:
         algo=AlgoState(),
         source={},
         score=None,
-        config=config,
+        settings=masked_settings(config),
         inputs=files.to_json(),
     )
     (path / "state.json").write_text(state.to_json())
@@ -153,7 +154,7 @@ def test_a_changed_file_is_refused_by_name_or_accepted(
     os.utime(tmp_path / name, (1, 1))
     found = find_checkpoint(config, command)
     assert found is not None
-    assert len(resume_notes(found, config, RunInputs.of(config, command))) == 1
+    assert len(resume_notes(found, config, RunInputs.of(texts_of(config), command))) == 1
     changed_by(tmp_path / name)
     with pytest.raises(ConfigError) as refused:
         find_checkpoint(config, command)
@@ -162,7 +163,7 @@ def test_a_changed_file_is_refused_by_name_or_accepted(
     accepted = run_of(tmp_path, settings, accept_changed=[key])
     found = find_checkpoint(accepted, command)
     assert found is not None
-    notes = resume_notes(found, accepted, RunInputs.of(accepted, command))
+    notes = resume_notes(found, accepted, RunInputs.of(texts_of(accepted), command))
     assert f"changed since the checkpoint: {key}: {tmp_path / name}" in notes
 
 
@@ -181,7 +182,7 @@ def test_equal_files_may_lie_elsewhere_and_come_in_no_other_order(tmp_path: Path
     (tmp_path / "train.jsonl").write_text("1")
     (tmp_path / "runs").rename(tmp_path / "old")
     config = run_of(tmp_path, settings("train.jsonl", "val.jsonl"))
-    save(config, "train", RunInputs.of(config, "train"))
+    save(config, "train", RunInputs.of(texts_of(config), "train"))
     (tmp_path / "moved.jsonl").write_bytes((tmp_path / "train.jsonl").read_bytes())
     assert find_checkpoint(run_of(tmp_path, settings("moved.jsonl", "val.jsonl")), "train") is not None
     with pytest.raises(ConfigError, match=r"with other settings: data\.train"):
@@ -198,11 +199,11 @@ def test_large_files_are_recognised_by_their_ends_and_by_their_full_hash(
     def changes(content: bytes, mtime_s: int) -> list[int]:
         file.write_bytes(content)
         os.utime(file, (mtime_s, mtime_s))
-        return [len(each) for each in RunInputs.of(config, "train").changes_since(saved)]
+        return [len(each) for each in RunInputs.of(texts_of(config), "train").changes_since(saved)]
 
     file.write_bytes(b"0123456789")
     os.utime(file, (1, 1))
-    begun = RunInputs.of(config, "train")
+    begun = RunInputs.of(texts_of(config), "train")
     saved = begun.to_json()
     assert changes(b"0123456789", 1) == [0, 0, 0]
     assert changes(b"0123456780", 1) == [1, 0, 0]
@@ -219,7 +220,7 @@ def test_what_a_run_writes_itself_is_no_input(tmp_path: Path) -> None:
     config = run_of(tmp_path, entry("tools", tools=[], log=f"{tmp_path}/log.txt", tasks=f"{tmp_path}/tasks.json"))
     for name in ("log.txt", "tasks.json"):
         (tmp_path / name).write_text("")
-    files = RunInputs.of(config, "train")
+    files = RunInputs.of(texts_of(config), "train")
     with (tmp_path / "log.txt").open("a") as log:
         log.write("1")
     os.utime(tmp_path / "log.txt", (1, 1))

@@ -7,8 +7,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.record.metrics import RunPaths, Stage
-from megarl.record.timeline import append_timeline, step_intervals
-from megarl.record.trace import trace_events
+from megarl.record.timeline import append_timeline, step_intervals, trace_events
 
 START = 1700000000.0
 

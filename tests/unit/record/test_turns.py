@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.record.answers import JudgedAnswer, read_answers, write_answers
+from megarl.record.rollouts import JudgedAnswer, read_answers, write_answers
 from megarl.record.turns import Turn, last_turn, prompt_text, read_turns, turns_of
 from megarl.types import Episode, FinishReason, Prompt, Reward, RowImage, Sample, environment_segment, prompt_segment
 from megarl.types.forks import Fork

@@ -24,7 +24,7 @@ from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.report import ReportPaths, write_report
 from megarl.report.curves import smooth, time_per_phase
 from megarl.report.figures import _shown
-from megarl.report.marked_text import visible_text
+from megarl.report.html import visible_text
 from megarl.report.run import Series, build_series, load_runs, run_labels
 from megarl.report.style import spread
 from megarl.report.summary import (

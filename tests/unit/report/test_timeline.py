@@ -6,7 +6,7 @@ from pathlib import Path
 from megarl.record.metrics import JsonlSink, MetricsLogger, RunPaths, Stage
 from megarl.record.timeline import Interval, append_timeline, step_intervals
 from megarl.report import write_report
-from megarl.report.timeline import timeline_windows
+from megarl.report.figures import timeline_windows
 
 
 def step_of_10_s(step: int, *, start: float, num_engines: int = 1) -> list[Interval]:

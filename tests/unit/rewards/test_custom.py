@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 from megarl.rewards.custom import CustomFunctions
 from megarl.rewards.custom.call import call_function
 from megarl.rewards.question import Question, Verdict
-from megarl.rewards.verifier.messages import WorkerReply
+from megarl.rewards.verifier.types import WorkerReply
 from megarl.types import Message, Reward
 
 SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"

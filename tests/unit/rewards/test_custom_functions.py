@@ -16,7 +16,7 @@ from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.rewards.custom import CustomFunctions, try_functions
-from megarl.rewards.custom.output import MAX_OUTPUT_CHARS
+from megarl.rewards.custom.call import MAX_OUTPUT_CHARS
 from megarl.rewards.judge import Judged
 from megarl.rewards.rule import RuleJudge
 from megarl.types import Prompt, Reward, scored_batch

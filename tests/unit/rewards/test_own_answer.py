@@ -4,8 +4,8 @@ import pytest
 
 from megarl.errors import DataError
 from megarl.rewards import SCORERS, source_spec
-from megarl.rewards.own_answer import check_own_answers, is_empty, spread_rows
-from megarl.rewards.sources import SourceSpec
+from megarl.rewards.build import check_own_answers, is_empty, spread_rows
+from megarl.rewards.scorers import SourceSpec
 from megarl.types import Prompt
 
 EMPTY = ["", " ", "None", "null", "nan", "$$", "$ $", r"\boxed{}", r"$\boxed{ }$", "[]", '{"target": []}']

@@ -9,10 +9,10 @@ from megarl.config.schema import DataConfig
 from megarl.data.records import parse_prompt
 from megarl.errors import DataError
 from megarl.rewards import SCORERS, score, source_spec
+from megarl.rewards.build import check_own_answers
 from megarl.rewards.custom.signatures import TRL
-from megarl.rewards.own_answer import check_own_answers
 from megarl.rewards.question import Question
-from megarl.rewards.sources import SourceSpec
+from megarl.rewards.scorers import SourceSpec
 from megarl.types import Message, Prompt
 
 OF_ANSWERS = [name for name in SCORERS if SCORERS.get(name).states is not None and "@" not in name]

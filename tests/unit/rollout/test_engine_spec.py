@@ -13,12 +13,13 @@ from typing import cast
 import pytest
 import torch
 
+from megarl.cluster.roles import engine_spec
 from megarl.config import Config, from_dict
 from megarl.config.generation import Sampling
 from megarl.host.device.platform import platform
 from megarl.rollout import prepare
 from megarl.rollout.engine import GenerationRequest, VllmEngine
-from megarl.rollout.engine_spec import engine_arguments, engine_spec
+from megarl.rollout.engine_spec import engine_arguments
 from megarl.rollout.images import text_prompt
 from tests.helpers.small_model import write_config
 from tests.unit.plan.test_experts import EXPERTS

@@ -9,9 +9,9 @@ import torch
 
 from megarl.config.lora import LoraConfig
 from megarl.rollout.engine import ADAPTERS_ID
-from megarl.weights.adapter_files import PREFIX
 from megarl.weights.adapters import adapter_spec, peft_config
 from megarl.weights.families import read_model_spec
+from megarl.weights.peft_files import PREFIX
 from tests.helpers.small_model import write_config
 from tests.unit.plan.test_experts import EXPERTS
 

@@ -11,9 +11,10 @@ import pytest
 
 from megarl.cli import parse
 from megarl.config import Config, from_dict
+from megarl.config.load import masked_settings
 from megarl.config.lora import LoraConfig
 from megarl.config.plugins import use_plugins
-from megarl.config.schema import ActorConfig, LayoutConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, role_settings
 from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import RunState, checkpoint_dir, mark_complete
 from megarl.record.inputs import RunInputs
@@ -49,7 +50,7 @@ def save(config: Config, step: int = 4, command: str = "train", *, portable: boo
         algo=AlgoState(),
         source={},
         score=None,
-        config=config,
+        settings=masked_settings(config),
         portable=portable,
     )
     (path / "state.json").write_text(state.to_json())
@@ -115,7 +116,7 @@ def test_what_overlaps_may_change_with_the_machine(tmp_path: Path) -> None:
     save(run(False), portable=False)
     checkpoint = find_checkpoint(run(None), "train")
     assert checkpoint is not None
-    assert checkpoint.same_layout(run(None)) == checkpoint.same_layout(run(False))
+    assert checkpoint.same_layout(role_settings(run(None))) == checkpoint.same_layout(role_settings(run(False)))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

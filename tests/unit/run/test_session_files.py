@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megarl.algos.sft import SftAlgorithm
+from megarl.algos.objectives import SftAlgorithm
 from megarl.config import Config, from_dict
 from megarl.errors import ConfigError
-from megarl.record.inputs import RunInputs
+from megarl.record.inputs import RunInputs, texts_of
 from megarl.run.session_parts import SessionParts
 from megarl.train.passes import RoleUpdater
 from megarl.types import AlgoState
@@ -37,7 +37,7 @@ def open_parts(tmp_path: Path) -> Open:
             supervisor=None,
             queue=None,
             canary=None,
-            files=RunInputs.of(config, "session"),
+            files=RunInputs.of(texts_of(config), "session"),
         )
 
     return opened

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from megarl.errors import WeightSyncError
-from megarl.sync.transport.delta import BLOCK, Bytes, Span, apply, encode
+from megarl.sync.transport.delta_transport import BLOCK, Bytes, Span, apply, encode
 
 # Float32 bits that comparing values would not tell apart, or keep: zeros of both signs, NaNs with payloads, infinity.
 ODD = [0x00000000, 0x80000000, 0x7FC00000, 0x7FC12345, 0xFFC00001, 0x7F800001, 0x7F800000, 0x00000001, 0x3F800000]

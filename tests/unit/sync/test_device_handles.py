@@ -12,7 +12,7 @@ from megarl.errors import WeightSyncError
 from megarl.host.store import open_store
 from megarl.sync.transport import cuda_ipc
 from megarl.sync.transport.cuda_ipc import DeviceHandle, DeviceSegments
-from megarl.sync.transport.signed_store import SignedStore
+from megarl.sync.transport.rendezvous import SignedStore
 
 # As torch gives them for a tensor of 96 bytes on device 0, with made-up handles.
 MEMORY, COUNTER, EVENT = bytes(range(66)), b"/torch_4711_3_0", b"\xff" * 64

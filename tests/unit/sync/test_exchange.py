@@ -12,8 +12,7 @@ from megarl.errors import WeightSyncError
 from megarl.host.device.groups import abort_group
 from megarl.host.store import open_store
 from megarl.sync.plan.build import WeightMessage
-from megarl.sync.transport.point_to_point import Exchange
-from megarl.sync.transport.relay import Relay
+from megarl.sync.transport.point_to_point import Exchange, Relay
 from megarl.sync.transport.rendezvous import Rendezvous, give_up
 from megarl.sync.transport.shared_memory import SHARED_MEMORY
 from megarl.sync.transport.transports import ProcessPlan

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.sync.plan.assign import assignment, best_neighbours, overlaps
 from megarl.sync.plan.build import build_plan
-from megarl.sync.plan.neighbours import assignment, best_neighbours, overlaps
 from megarl.weights.safetensors_map import TensorSpec
 
 

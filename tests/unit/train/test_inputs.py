@@ -18,13 +18,12 @@ from megarl.errors import ConfigError, DataError
 from megarl.host.device.platform import platform
 from megarl.parallel import backend
 from megarl.train.export import export_model
-from megarl.train.inputs import TrainInputs, check_role_models, open_train_inputs
-from megarl.train.models import open_model
+from megarl.train.inputs import TrainInputs, check_role_models, open_model, open_train_inputs
 from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
 from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment, version_spans
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
-from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.families import read_model_spec
+from megarl.weights.peft_files import create_adapter_files
 from tests.helpers.checkpoints import add_value_head, make_checkpoint
 
 

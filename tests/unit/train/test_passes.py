@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megarl.algos.objectives import SftAlgorithm, ValueLoss
 from megarl.algos.preference import preference_objective
-from megarl.algos.sft import SftAlgorithm
-from megarl.algos.value_loss import ValueLoss
 from megarl.cluster.workers import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
 from megarl.train import passes

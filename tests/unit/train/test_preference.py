@@ -10,7 +10,7 @@ import pytest
 from megarl.algos.preference import preference_objective
 from megarl.config.schema import TrainPreferenceConfig
 from megarl.train.passes import RolePasses
-from megarl.train.preference import validate_preferences, with_pair_quantities
+from megarl.train.supervised import validate_preferences, with_pair_quantities
 from megarl.types import Row
 from megarl.types.messages import Role
 from tests.helpers.rows import random_rows

@@ -10,7 +10,7 @@ from megarl.config.generation import RolloutConfig, Sampling, ValidationConfig
 from megarl.config.schema import CheckpointConfig
 from megarl.errors import RunError
 from megarl.host import loop
-from megarl.record.answers import read_answers
+from megarl.record.rollouts import read_answers
 from megarl.rewards.judge import Judged
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
 from megarl.train.validate import Validator

@@ -17,10 +17,9 @@ from transformers.models.auto import modeling_auto
 import megarl
 from megarl.errors import ConfigError
 from megarl.registry import RegistrationError, noting
-from megarl.weights.attention import read_local_layers
+from megarl.weights.attention import check_layer_lists, read_local_layers
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
-from megarl.weights.layer_lists import check_layer_lists
 from megarl.weights.rope import LinearRope, YarnRope
 from megarl.weights.safetensors_headers import check_tensors, not_expected
 from megarl.weights.tables import FAMILIES, Family, register_family

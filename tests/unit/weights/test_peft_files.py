@@ -14,10 +14,9 @@ from megarl.config.lora import LoraConfig, Target
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.run.first_checks import adapter_warnings
-from megarl.weights.adapter_files import create_adapter_files, read_adapters
 from megarl.weights.adapters import lost_in_peft
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.peft_files import read_peft
+from megarl.weights.peft_files import create_adapter_files, read_adapters, read_peft
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
 
 # [out, in] of the attention of tests/helpers/hf_models: six heads of 8, two of them for keys and values.

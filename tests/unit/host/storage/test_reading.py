@@ -21,14 +21,12 @@ from megarl.data.files import RowFiles
 from megarl.data.tokenizer_files import parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.host.reading import read_object, reading
-from megarl.launch.restarts import AttemptLog
-from megarl.launch.status import read_status
-from megarl.record.answers import read_answers
+from megarl.launch.status import AttemptLog, read_status
 from megarl.record.metrics import read_metrics
 from megarl.record.problems import read_problems
-from megarl.record.rollouts import read_rollouts
+from megarl.record.rollouts import read_answers, read_rollouts
 from megarl.record.timeline import read_timeline
-from megarl.rewards.custom.load import load_function
+from megarl.rewards.custom.signatures import load_function
 from megarl.rollout.replay import read_record
 from megarl.weights.dist_index import read_index
 from megarl.weights.families import read_hf_config

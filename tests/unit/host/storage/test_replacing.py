@@ -11,8 +11,7 @@ import pytest
 
 from megarl.host.writing import put_directory, replacing, replacing_directory
 from megarl.record.metrics import JsonlSink, MetricsLogger, RunPaths
-from megarl.record.timeline import Interval, append_timeline
-from megarl.record.trace import write_trace
+from megarl.record.timeline import Interval, append_timeline, write_trace
 from megarl.report import write_report
 
 

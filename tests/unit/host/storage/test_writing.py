@@ -29,7 +29,7 @@ from megarl.record.json_lines import append_lines, open_lines, read_lines
 from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, Stage, TensorBoardSink, WarningsSink
 from megarl.record.recorder import RunRecorder
 from megarl.record.rollouts import RolloutRecord, write_rollouts
-from megarl.rewards.llm.cache import AnswerCache
+from megarl.rewards.llm.endpoint import AnswerCache
 from megarl.run.start import _reported
 from megarl.types import FinishReason, Prompt, Sample, prompt_segment
 from megarl.types.judged import FinishedSample, Trouble

@@ -11,9 +11,8 @@ from megarl.config.load import with_overrides
 from megarl.config.schema import Config
 from megarl.config.setting import check_values
 from megarl.errors import ConfigError, DataError
-from megarl.rewards.code.formats import parse_tests
+from megarl.rewards.code.formats import as_json, parse_tests, same_output
 from megarl.rewards.code.scorer import extract_code
-from megarl.rewards.code.tests import as_json, same_output
 from megarl_sandbox import Call, Check, Ending, Outcome, RunWithInput
 from megarl_sandbox.jail.same import same_value
 from megarl_sandbox.jail.values import encode

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import dump, load_config
+from megarl.config.load import masked_settings
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.errors import ConfigError
@@ -16,8 +17,8 @@ from megarl.record.checkpoints import RunState
 from megarl.record.metrics import MARKER, STATE_FILE
 from megarl.run.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.types import AlgoState
-from megarl.weights.adapter_files import create_adapter_files
 from megarl.weights.families import read_model_spec
+from megarl.weights.peft_files import create_adapter_files
 from megarl_lab.recipes.tasks import TASKS
 from megarl_lab.recipes.tasks.generate import GenerateConfig, TaskFiles, generate
 from tests.helpers.checkpoints import make_checkpoint
@@ -82,7 +83,7 @@ def make_state(path: Path, config: Config) -> Path:
         algo=AlgoState(),
         source={},
         score=None,
-        config=config,
+        settings=masked_settings(config),
     )
     path.mkdir(parents=True)
     (path / STATE_FILE).write_text(state.to_json())

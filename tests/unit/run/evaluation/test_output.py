@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from megarl.record.answers import SourceResult, results_by_source
+from megarl.record.rollouts import SourceResult, results_by_source
 from megarl.run.evaluation.output import results_lines, write_results
 from tests.unit.record.test_answers import answers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.host import stage
-from megarl.record.activity import LiveStatus, current_activity, doing, shown
+from megarl.host.activity import LiveStatus, current_activity, doing, shown
 from tests.helpers.waiting import wait_until
 
 
@@ -66,7 +66,7 @@ def test_a_process_tells_its_stage_only_within_a_run(tmp_path: Path, monkeypatch
 
 
 def test_a_command_is_loading_only_until_its_first_activity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.record.activity._num_begun", [0])
+    monkeypatch.setattr("megarl.host.activity._num_begun", [0])
     with shown():
         assert (current_activity() or ("",))[0] == "loading megarl"
         with doing("starting Ray"):
