@@ -166,7 +166,7 @@ def test_what_came_after_the_whole_one_is_forgotten_and_written_anew(tmp_path: P
     found = find_checkpoint(config(tmp_path), "train", "newest-whole")
     with (
         DirectoryLock(paths.root, "train") as lock,
-        start.recorded(config(tmp_path), lock, found, RunInputs({}), overwrite=True),
+        start.recorded(config(tmp_path), lock, found, RunInputs({}), overwrite=True, resumes=True),
     ):
         pass
     assert [record.step for record in read_metrics(paths.metrics)] == [1, 2, 3, 4]

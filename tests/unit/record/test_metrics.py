@@ -198,11 +198,6 @@ def test_a_resumed_run_goes_on_without_damaged_lines(
     assert capsys.readouterr().out == (f"warning: {path}: got no record in line 2, as a crash may leave; removed it\n")
 
 
-def test_missing_metrics_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no metrics at .*nowhere\.jsonl"):
-        read_metrics(tmp_path / "nowhere.jsonl")
-
-
 def test_tensorboard_event_files_hold_the_scalars(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

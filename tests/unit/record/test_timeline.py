@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import DataError
-from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import Stage, Timers
 from megarl.record.timeline import (
     Interval,
@@ -34,17 +33,6 @@ def test_a_timeline_is_read_back_as_it_was_appended(tmp_path: Path) -> None:
         "end_s": 1700000003.5,
         "step": 1,
     }
-
-
-def test_a_resumed_run_goes_on_after_the_steps_that_it_keeps(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.jsonl"
-    append_timeline(path, [GEN, BUSY])
-    with path.open("a") as file:
-        file.write('{"lane": "trainer", "na')
-    assert read_timeline(path) == [GEN, BUSY]
-    truncate_lines(path, 1)
-    append_timeline(path, [BUSY])
-    assert read_timeline(path) == [GEN, BUSY]
 
 
 @pytest.mark.parametrize(

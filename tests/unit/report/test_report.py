@@ -478,17 +478,6 @@ def test_directories_that_are_no_runs_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_resumed_run_replaces_what_the_earlier_attempt_logged_past_it() -> None:
-    def record(step: int, **metrics: float) -> MetricsRecord:
-        return MetricsRecord(step=step, time_s=0.0, metrics=metrics)
-
-    records = [record(0, val=0.3), record(1, a=1.0), record(2, a=2.0), record(3, a=3.0), record(2, a=20.0)]
-    assert build_series(tables_of(records)) == {
-        "val": Series(steps=(0,), values=(0.3,)),
-        "a": Series(steps=(1, 2), values=(1.0, 20.0)),
-    }
-
-
 def test_labels_are_the_shortest_that_differ() -> None:
     assert run_labels([Path("runs/a"), Path("runs/b/")]) == ["a", "b"]
     assert run_labels([Path("x/seed0/run"), Path("x/seed1/run")]) == ["seed0/run", "seed1/run"]
@@ -597,7 +586,7 @@ def test_values_stand_under_the_pointer(report: ReportPaths) -> None:
 
 
 def test_warnings_of_a_run_are_repeated_once(tmp_path: Path) -> None:
-    paths = RunPaths(write_run(tmp_path / "run"))
+    paths = RunPaths(write_run(tmp_path / "run", num_steps=0))
     streams.print_lines("warning: of an earlier run <b>")
     with MetricsLogger([WarningsSink(paths.warnings)]) as log:
         streams.print_lines("no warning: this line", "warning: <b>cut</b>")

@@ -18,11 +18,9 @@ from megarl.config.schema import ActorConfig, LayoutConfig, role_settings
 from megarl.errors import ConfigError, DataError
 from megarl.record.checkpoints import RunState, checkpoint_dir, mark_complete
 from megarl.record.inputs import RunInputs
-from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder, write_settings
 from megarl.run.resume import (
     CONTINUABLE,
-    changed_settings,
     check_resumed,
     find_checkpoint,
     require_plugins_of_run,
@@ -300,13 +298,6 @@ def test_every_continuable_key_exists(tmp_path: Path) -> None:
             node = getattr(node, name)
 
 
-def test_changed_settings_are_named_within_their_sections() -> None:
-    old = Config()
-    new = replace(old, run=replace(old.run, seed=3), sync=replace(old.sync, verify=True))
-    assert changed_settings(old, new) == ["run.seed: 0 → 3", "sync.verify: False → True"]
-    assert changed_settings(old, old) == []
-
-
 def test_a_run_without_a_critic_continues_although_its_checkpoint_has_settings_of_one(tmp_path: Path) -> None:
     """Earlier run files set critic.optimizer for all algorithms."""
     unread = {"critic": {"optimizer": {"weight_decay": 0.0, "lr": 1e-3}}}
@@ -343,38 +334,6 @@ def test_no_other_way_to_resume(options: list[str]) -> None:
 
 
 # --- what the run directory keeps
-
-
-def write_steps(root: Path, steps: range) -> None:
-    sink = JsonlSink(root / "metrics.jsonl")
-    for step in steps:
-        sink.write(MetricsRecord(step=step, time_s=step, metrics={"x": step / 3}))
-    sink.close()
-    for directory in ("rollouts", "records"):
-        (root / directory).mkdir()
-        for step in steps:
-            (root / directory / f"step_{step:06d}.parquet").touch()
-
-
-def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
-    root = tmp_path / "a"
-    write_steps(root, range(1, 7))
-    lines = (root / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    with (root / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 7, "time')
-    RunRecorder(config(tmp_path), resumed_step=4)
-    assert (root / "metrics.jsonl").read_bytes() == b"".join(lines[:4])
-    assert [record.step for record in read_metrics(root / "metrics.jsonl")] == [1, 2, 3, 4]
-    for directory in ("rollouts", "records"):
-        assert sorted(p.name for p in (root / directory).iterdir()) == [f"step_00000{i}.parquet" for i in range(1, 5)]
-
-
-def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    save(config(tmp_path))
-    with pytest.raises(ConfigError, match=r"already holds a run; .* pass --resume or --overwrite"):
-        RunRecorder(config(tmp_path))
-    RunRecorder(config(tmp_path), overwrite=True)
-    assert not (tmp_path / "a" / "checkpoints").exists()
 
 
 LOSS = """

@@ -278,12 +278,6 @@ def test_a_spoiled_model(error_of: Callable[..., str], model: Path) -> None:
     assert "config.json: not JSON" in error_of()
 
 
-def test_a_checkpoint_cut_off(error_of: Callable[..., str], model: Path) -> None:
-    path = make_state(model.parent / "run" / "checkpoints" / "step_000007", load_config(RUN_FILE))
-    (path / MARKER).unlink()
-    assert "has no COMPLETE file, so its writing was interrupted" in error_of(model_path=path)
-
-
 @pytest.fixture
 def attacked(model: Path, tmp_path: Path) -> Config:
     """The configuration of a run in which an agent's module, if anything loaded it, would create the file `mark`."""
@@ -357,10 +351,3 @@ def test_an_evaluation_is_not_overwritten(error_of: Callable[..., str], tmp_path
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "table.parquet").touch()
     assert "out already holds an evaluation; choose another --out, or pass --overwrite" in error_of()
-
-
-def test_data_and_out_are_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["eval", "model"])
-    assert exit_info.value.code == 2
-    assert "the following arguments are required: --data, --out" in capsys.readouterr().err
