@@ -22,10 +22,9 @@ def test_no_session_takes_more_than_15_minutes() -> None:
 
 
 def test_a_session_without_a_device_says_so(tmp_path: Path) -> None:
-    for script in SESSIONS:
-        done = subprocess.run([script, sys.executable, tmp_path / "out"], capture_output=True, text=True)
-        assert done.returncode == 2
-        assert done.stderr.endswith("torch finds no CUDA device, so every test would be skipped\n")
+    done = subprocess.run([SESSIONS[0], sys.executable, tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.endswith("torch finds no CUDA device, so every test would be skipped\n")
     assert not (tmp_path / "out").exists()
 
 

@@ -260,6 +260,14 @@ def limits_have_one_clock(source: Source) -> list[str]:
     ]
 
 
+def waits_for_ray_have_limits_of_one_module(source: Source) -> list[str]:
+    """Its limits leave out the time for which the process is stopped."""
+    calls = [n for n in source.nodes if isinstance(n, ast.Call) and called_name(n) in ("get", "wait")]
+    waits = [ast.unparse(n) for n in calls if ast.unparse(n.func) in ("ray.get", "ray.wait")]
+    limited = [each for each in waits if "timeout=" in each and "timeout=0)" not in each]
+    return [] if source.path.as_posix() == "cluster/remotes.py" else limited
+
+
 def modules_start_safely(source: Source) -> list[str]:
     """`python_module` alone starts `python -m`, so that no file of the current directory is taken for a module."""
     words = [n for n in source.nodes if isinstance(n, ast.Constant) and n.value == "-m"]
@@ -305,6 +313,7 @@ RULES: list[Callable[[Source], list[str]]] = [
     core_knows_no_shell,
     nothing_imports_the_lab,
     limits_have_one_clock,
+    waits_for_ray_have_limits_of_one_module,
     modules_start_safely,
     prints_texts_by_one_function,
 ]
@@ -382,6 +391,12 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (nothing_imports_the_lab, "cli.py", "def f():\n    import megarl_lab.recipes", ["megarl_lab.recipes"]),
         (nothing_imports_the_lab, "cli.py", "import megarl.host", []),
         (limits_have_one_clock, "cluster/x.py", "import time\nend = time.monotonic() + 1", ["time.monotonic"]),
+        (
+            waits_for_ray_have_limits_of_one_module,
+            "cluster/x.py",
+            "ray.get(a)\nray.wait(b, timeout=0)\nray.get(c, timeout=9)",
+            ["ray.get(c, timeout=9)"],
+        ),
         (modules_start_safely, "cluster/x.py", "command = [sys.executable, '-m', 'megarl.cli']", ["-m"]),
         (nothing_imports_upward, "attic/x.py", "import math", ["no floor for attic"]),
     ],

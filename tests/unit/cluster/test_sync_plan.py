@@ -35,9 +35,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "fused", "tied"), [(1, 1, False, True), (2, 1, True, False), (4, 2, False, False), (8, 1, True, True)]
+)
 def test_ranks_hold_what_their_parameters_say(tp: int, dp: int, fused: bool, tied: bool) -> None:
     """These parameters have 16 rows of vocabulary."""
     spec = make_spec(tied=tied, fused=fused)
@@ -76,8 +76,7 @@ def test_experts_lie_in_blocks_of_ranks(tmp_path: Path) -> None:
             assert held[rank].get(gate.format(expert)) == (((rows, (0, 8)),) if expert in experts else None)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("engine_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("engine_tp", "fused"), [(1, True), (2, False), (4, True), (8, False)])
 def test_engines_of_any_size_get_whole_heads_from_ranks_with_parts_of_groups(engine_tp: int, fused: bool) -> None:
     """Eight ranks share four groups of heads, of which engines repeat key and value heads."""
     spec = make_spec(tied=False, fused=fused)
@@ -117,12 +116,6 @@ def test_workers_sit_where_their_halves_are(dp: int, num_nodes: int, nodes: list
     slots = slots_of(tmp_path, {"tp": 4, "dp": dp}, num_nodes=num_nodes, num_engines=2 * dp, tp=2)
     assert [{rank for engine in slots[2 * i : 2 * i + 2] for rank in engine} for i in range(num_nodes)] == nodes
     assert all((first % 4 in (0, 1), second % 4 in (2, 3)) == (True, True) for first, second in slots)
-
-
-@pytest.mark.parametrize(("layout", "num_engines"), [({"tp": 2, "dp": 2}, 2), ({"tp": 2, "pp": 2}, 2), ({"pp": 2}, 1)])
-def test_workers_sit_in_order_where_nothing_is_better(layout: dict[str, int], num_engines: int, tmp_path: Path) -> None:
-    slots = slots_of(tmp_path, layout, num_engines=num_engines, tp=2)
-    assert slots == [(0, 1), (2, 3)][:num_engines]
 
 
 def test_an_engine_over_nodes_stays_on_them_and_is_cut_as_the_trainer(tmp_path: Path) -> None:
@@ -165,3 +158,9 @@ def test_gloo_between_hosts_with_cuda_has_its_price() -> None:
     assert gloo_warning(plan, asked, PLATFORMS["cpu"]()) is None
     near = Plan(specs={}, needs={}, messages=messages[3:], hosts=plan.hosts)
     assert gloo_warning(near, asked, cuda) is None
+
+
+@pytest.mark.parametrize(("layout", "num_engines"), [({"tp": 2, "dp": 2}, 2), ({"tp": 2, "pp": 2}, 2), ({"pp": 2}, 1)])
+def test_workers_sit_in_order_where_nothing_is_better(layout: dict[str, int], num_engines: int, tmp_path: Path) -> None:
+    slots = slots_of(tmp_path, layout, num_engines=num_engines, tp=2)
+    assert slots == [(0, 1), (2, 3)][:num_engines]

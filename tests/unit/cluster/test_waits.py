@@ -1,13 +1,10 @@
 """Waits for Ray have limits that leave out the time for which this process is stopped."""
 
-import ast
-
 import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
 from megarl.cluster import remotes
-from tests.unit.test_import_rules import read_sources
 
 
 @pytest.mark.parametrize(("stopped_s", "outcome"), [(0.0, "late"), (100.0, "came")])
@@ -29,15 +26,3 @@ def test_time_of_a_stop_does_not_count(stopped_s: float, outcome: str, monkeypat
         assert waits == [2.0, 2.0, 2.0]
     else:
         assert remotes.got([], 5.0) == outcome
-
-
-def test_no_other_wait_for_ray_has_a_limit_of_its_own() -> None:
-    calls = [
-        (str(source.path), ast.unparse(node))
-        for source in read_sources()
-        for node in source.nodes
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "wait")
-        if ast.unparse(node.func) in ("ray.get", "ray.wait")
-    ]
-    limited = [path for path, call in calls if "timeout=" in call and "timeout=0)" not in call]
-    assert limited == ["cluster/remotes.py"]

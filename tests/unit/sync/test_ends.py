@@ -152,8 +152,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(torch.int32).flatten().tolist()
 
 
-@transports
-@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize(("transport", "bucket_bytes"), [*((route, 100) for route in ROUTES), ("two hosts", 1 << 20)])
 def test_workers_get_what_they_need_and_nothing_else(transport: str, bucket_bytes: int, tmp_path: Path) -> None:
     ranks, expected = make_slices(), full_tensors()
     plan = make_plan(ranks, bucket_bytes)
@@ -204,7 +203,7 @@ def test_sections_arrive_and_their_checksums_agree(dtype: str | None, tmp_path: 
             assert_only_needed(restored, exact, needs[name])
 
 
-@transports
+@pytest.mark.parametrize("transport", ["one host", "passed on"])
 def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(transport: str, tmp_path: Path) -> None:
     ranks = make_slices()
     plan = make_plan(ranks, 300)
@@ -257,8 +256,7 @@ def set_row(
             view.reshape(per_group, -1)[(row - start) % per_group] = value
 
 
-@pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize(("dtype", "delta"), [("bfloat16", False), ("float8_e4m3", True)])
 def test_casts_are_those_of_whole_tensors(dtype: str, delta: bool, tmp_path: Path) -> None:
     """Whatever the slices, and checksums are of what travelled."""
     ranks, expected = make_slices(), full_tensors()

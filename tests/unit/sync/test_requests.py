@@ -40,8 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return CountingStore.requests
 
 
-@pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("transport", ["one host", "two hosts"])
+@pytest.mark.parametrize(("transport", "delta"), [("one host", True), ("two hosts", False)])
 def test_messages_take_no_requests(transport: str, delta: bool, counted: Counter[str], tmp_path: Path) -> None:
     """However many there are; two of each transport at least."""
     ranks = make_slices()
