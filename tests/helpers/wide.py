@@ -9,7 +9,7 @@ _FAMILIES = "another model's rules in the same layouts; test_hf_parity and test_
 _LAYOUTS = "two axes at once; each axis alone stays"
 _FEATURES = "several ranks for a feature of few runs"
 _CHECKPOINTS = "another layout of a checkpoint; that of four ranks, read by two stages, stays"
-_RUNS = "a whole run for one feature; runs of test_train, test_sync and test_algorithms stay"
+_RUNS = "a whole run for one feature; runs of test_train, test_sync, test_async and test_agents stay"
 _PLANS = "another size of the same search or plan"
 _DEATHS = "another process that dies or hangs; each way to notice it stays"
 _PROVEN = "over ranks, what a unit test or another layout proves in CI, too"
@@ -98,15 +98,16 @@ WIDE = {
     "tests/distributed/test_versions.py::test_copies_of_another_layout_and_fewer_of_them": _PROVEN,
     "tests/distributed/test_versions.py::test_with_adapters_these_alone_are_copied": _PROVEN,
     "tests/distributed/test_windows.py": _FAMILIES,
-    "tests/e2e/test_adapter_sync.py": _RUNS,
-    "tests/e2e/test_algorithms.py::test_three_steps[luffy": _RUNS,
-    "tests/e2e/test_algorithms.py::test_three_steps[ppo_critic": _RUNS,
+    "tests/e2e/test_agents.py::test_every_branch": _RUNS,
+    "tests/e2e/test_algorithms.py::test_a_run_leaves_nothing": _RUNS,
+    "tests/e2e/test_algorithms.py::test_three_steps": _RUNS,
     "tests/e2e/test_bisect.py": _RUNS,
     "tests/e2e/test_canary.py": _RUNS,
     "tests/e2e/test_eval.py": _RUNS,
     "tests/e2e/test_family_engines.py": _RUNS,
     "tests/e2e/test_family_runs.py": _RUNS,
     "tests/e2e/test_image_engines.py::test_a_placeholder": _RUNS,
+    "tests/e2e/test_image_engines.py::test_trainer_and_engine": _RUNS,
     "tests/e2e/test_image_runs.py": _RUNS,
     "tests/e2e/test_recorded_heads.py": _RUNS,
     "tests/e2e/test_processes.py": _RUNS,
@@ -114,9 +115,15 @@ WIDE = {
     "tests/e2e/test_rounded_engines.py": _RUNS,
     "tests/e2e/test_speculation.py": _RUNS,
     "tests/e2e/test_stolen_samples.py": _RUNS,
+    "tests/e2e/test_sync.py::test_after_updates_the_engine_equals_a_new_one_and_the_trainer[untied": _RUNS,
+    "tests/e2e/test_sync.py::test_first_rollout_has_the_trainers_logprobs[0.7-untied": _RUNS,
+    "tests/e2e/test_sync.py::test_first_rollout_has_the_trainers_logprobs[1.0-untied": _RUNS,
     "tests/e2e/test_sync.py::test_moe_reload": _RUNS,
+    "tests/e2e/test_sync.py::test_weights_without_one_tensor_are_refused_and_the_next_ones_taken[missing-untied": _RUNS,
     "tests/e2e/test_truncated_sampling.py": _RUNS,
     "tests/unit/vision/test_reader.py::test_a_model_reads": "a fresh process imports torchvision and transformers",
+    "tests/unit/test_cli.py::test_mistakes_are_told_before_libraries_load[dry run": "the same checks; a run's stay",
+    "tests/unit/test_driver_imports.py": "imports all that drivers do; test_cli has those of the first checks",
     "tests/unit/test_sittings.py": "scripts for GPUs, whose steps start anew; the sessions' test stays",
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
     "tests/unit/bisect/test_experts.py::test_nothing_is_named_where_nothing_is_wrong[deepseek": _FAMILIES,
