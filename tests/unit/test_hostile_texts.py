@@ -1,4 +1,4 @@
-"""Two thousand texts that try to be more than texts, through all that shows or keeps texts of a run."""
+"""Ten thousand texts that try to be more than texts, through all that shows or keeps texts of a run."""
 
 import io
 import json
@@ -34,7 +34,7 @@ from megarl.report.hint_page import HintedAnswer, HintedExample, HintedToken, Hi
 from tests.helpers.hostile_texts import HIDDEN, escaped, hostile_texts
 from tests.helpers.recorded_run import evil, write_recorded_run
 
-TEXTS = hostile_texts(2_000)
+TEXTS = hostile_texts(10_000)
 # What UTF-8 holds: JSON and parquet files take no halves of characters.
 MENDED = [readable(text) for text in TEXTS]
 BATCHES = [TEXTS[i : i + 100] for i in range(0, len(TEXTS), 100)]
@@ -157,9 +157,9 @@ def problem(texts: list[str]) -> ProblemRecord:
 
 
 def test_records(tmp_path: Path) -> None:
-    append_problems(tmp_path / "p.jsonl", [problem(TEXTS[i : i + 9]) for i in range(0, 1998, 9)])
-    assert read_problems(tmp_path / "p.jsonl") == [problem(MENDED[i : i + 9]) for i in range(0, 1998, 9)]
-    assert len((tmp_path / "p.jsonl").read_text().splitlines()) == 222
+    append_problems(tmp_path / "p.jsonl", [problem(TEXTS[i : i + 9]) for i in range(0, 9990, 9)])
+    assert read_problems(tmp_path / "p.jsonl") == [problem(MENDED[i : i + 9]) for i in range(0, 9990, 9)]
+    assert len((tmp_path / "p.jsonl").read_text().splitlines()) == 1110
     rows = [replace(evil(1), uid=a, prompt=b, response=c, ground_truth=d) for a, b, c, d in fours(MENDED)]
     write_rollouts(tmp_path / "r.parquet", rows)
     assert list(read_rollouts(tmp_path / "r.parquet")) == rows
@@ -258,10 +258,10 @@ def test_reports_and_their_browser(tmp_path: Path) -> None:
 
 
 def hint_report(texts: list[str]) -> HintReport:
-    examples = tuple(HintedExample(title=a, before=b, hint=c, after=d) for a, b, c, d in fours(texts[:800]))
-    tokens = tuple(HintedToken(text=text, old=-1.0, hinted=-0.5, shuffled=None) for text in texts[800:1800])
-    answer = HintedAnswer(title=texts[1800], question=texts[1801], is_right=True, tokens=tokens)
-    table = Table(title=texts[1802], note=texts[1803], rows=tuple((a, b) for a, b, *_ in fours(texts[1804:])))
+    examples = tuple(HintedExample(title=a, before=b, hint=c, after=d) for a, b, c, d in fours(texts[:4000]))
+    tokens = tuple(HintedToken(text=text, old=-1.0, hinted=-0.5, shuffled=None) for text in texts[4000:9000])
+    answer = HintedAnswer(title=texts[9000], question=texts[9001], is_right=True, tokens=tokens)
+    table = Table(title=texts[9002], note=texts[9003], rows=tuple((a, b) for a, b, *_ in fours(texts[9004:])))
     return HintReport(title=texts[0], details=texts[1], tables=(table,), examples=examples, answers=(answer,))
 
 
