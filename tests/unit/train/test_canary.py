@@ -1,6 +1,7 @@
 """The canary: when it looks, what it compares, and what it says."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +57,22 @@ def row(logprobs: Sequence[float]) -> Row:
 def finding(engine: list[list[float]], trainer: list[list[float]], **answered: int) -> EngineFinding:
     logprobs = [np.array(each, np.float32) for each in trainer]
     return EngineFinding.of([row(each) for each in engine], logprobs, [answer(e, **answered) for e in engine], 0.01)
+
+
+def test_each_answer_has_its_own_mean() -> None:
+    found = finding([[-1.0, -2.0], [-1.0]], [[-1.25, -2.0], [-1.0]])
+    assert (found.largest, found.means) == (0.25, (0.125, 0.0))
+    assert (found.mean, found.claims, found.num_cached) == (0.0625, (3,), 0)
+    assert found.limits == pytest.approx((0.01 * (1 + 4 / math.sqrt(2)), 0.05))
+    (said,) = found.problems(3)
+    assert said == (
+        "differs from the trainer by 0.062 nats on average and 0.25 at most; in 1 of 2 answers by 0.12 on average, "
+        "the limit is 0.038"
+    )
+
+
+def test_what_is_not_a_number_is_wrong() -> None:
+    assert len(finding([[math.nan, -1.0]], [[-1.0, -1.0]]).problems(3)) == 1
 
 
 def test_another_version_and_older_keys_are_wrong_whatever_the_difference() -> None:
@@ -168,6 +185,19 @@ def test_a_round_primes_before_the_sync_asks_after_it_and_compares_before_the_up
     assert run.calls == ["generate", "ask 3", "generate", "ask 4", "score actor", "forward 5"]
 
 
+def test_off_asks_nothing(run: Run) -> None:
+    canary = run.canary(every=0)
+    assert [run.step(canary, step) for step in range(1, 4)] == [{}] * 3
+    assert run.calls == []
+
+
+def test_by_itself_it_takes_a_hundredth(run: Run) -> None:
+    """Three seconds in 200: two steps. The first round is that of the first sync."""
+    canary = run.canary(every=None)
+    found = [run.step(canary, step).get("canary/every") for step in range(1, 8)]
+    assert found == [None, 2.0, None, 2.0, None, 2.0, None]
+
+
 @pytest.mark.parametrize(("error", "fails"), [(2.9e-4, False), (3.1e-4, True)])
 def test_an_engine_beyond_the_limit_ends_the_step(run: Run, error: float, fails: bool) -> None:
     """Answers have four tokens: 1e-4 · (1 + 4/√4) is 3e-4."""
@@ -207,6 +237,16 @@ def test_what_a_second_answer_does_not_show_was_chance(run: Run) -> None:
     run.num_wrong = None
     with pytest.raises(MismatchError, match="engine 1 differs from the trainer by 1 nats"):
         run.step(canary, 3)
+
+
+def test_engines_that_slept_have_no_digests(run: Run) -> None:
+    canary = run.canary(every=1, holds=False)
+    run.step(canary, 1)
+    run.num_cached = 8
+    with pytest.raises(MismatchError, match="engine 0 had 8 tokens of the prompts in its prefix cache"):
+        run.step(canary, 2)
+    assert "digests" not in run.calls
+    assert json.loads(run.file.read_text())["engines"]["0"]["held"] == []
 
 
 def test_a_sync_that_fails_again_is_told(run: Run) -> None:

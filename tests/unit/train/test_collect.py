@@ -24,7 +24,7 @@ from megarl.algos.advantages import compute_advantages
 from megarl.cluster.offloading import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.generation import RolloutConfig, ScheduleConfig
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.data.stop_tokens import StopTokens
 from megarl.errors import RunError, WorkerError
 from megarl.host import loop
@@ -33,6 +33,8 @@ from megarl.rewards.judge import Judged, Tally
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
 from megarl.train.collect import Collected, Rollouts
+from megarl.train.groups import refill_count
+from megarl.train.outcome import cut_warning
 from megarl.train.prompt_queue import PromptQueue
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
@@ -50,6 +52,36 @@ LOST = math.nan
 
 def queue_of(size: int, batch_size: int = 2, *, shuffle: bool = False) -> PromptQueue:
     return PromptQueue(PromptSampler(size, batch_size, seed=3, shuffle=shuffle))
+
+
+def test_prompts_come_in_the_samplers_order() -> None:
+    queue = queue_of(6)
+    # Takes need not be of the sampler's size: what is left of a batch waits.
+    assert [queue.take(count, except_for=set()) for count in (2, 3, 1)] == [[0, 1], [2, 3, 4], [5]]
+    assert queue.take(2, except_for=set()) == [0, 1]
+
+
+def test_prompts_that_are_passed_over_keep_their_place() -> None:
+    queue = queue_of(6)
+    assert queue.take(2, except_for={0, 2}) == [1, 3]
+    # 4 and 5 are drawn after them.
+    assert queue.take(3, except_for=set()) == [0, 2, 4]
+
+
+def test_prompts_that_are_given_back_are_first() -> None:
+    queue = queue_of(6)
+    assert queue.take(3, except_for=set()) == [0, 1, 2]
+    queue.give_back([2, 0])
+    assert queue.take(4, except_for=set()) == [2, 0, 3, 4]
+
+
+def test_no_take_has_a_prompt_twice() -> None:
+    queue = queue_of(3, 3)
+    assert queue.take(2, except_for=set()) == [0, 1]
+    queue.give_back([0])
+    # Waiting are 0 and 2, then the next epoch's 0, 1, 2: its 0 waits, and its 2 is not reached.
+    assert queue.take(3, except_for=set()) == [0, 2, 1]
+    assert queue.take(3, except_for=set()) == [0, 2, 1]
 
 
 # --- the queue
@@ -85,6 +117,16 @@ def test_no_prompt_is_lost(size: int, batch_size: int, takes: list[tuple[int, se
     assert set(waiting.values()) <= {1}
     assert set(drawn) == set(taken + waiting)
     assert taken + waiting <= drawn
+
+
+def test_a_mixture_of_which_a_part_is_passed_over_again_and_again_does_not_grow() -> None:
+    sampler = MixtureSampler([90, 6], [1.0, 1.0], batch_size=8, seed=0)
+    queue = PromptQueue(sampler)
+    used: set[int] = set()
+    for _ in range(30):
+        used |= set(queue.take(3, except_for=used))
+    # The six rows of the small file were drawn again and again and wait once each.
+    assert len(queue.state_dict()["waiting"]) <= 96
 
 
 # --- groups
@@ -233,6 +275,30 @@ def prompts_of(collected: Collected) -> list[int]:
     return indices
 
 
+def test_every_sample_has_its_own_reward() -> None:
+    world = World([(0.0, 0.25), (0.5, 0.75)])
+    collected = collect(world.collector(FilterConfig(), 2), 1)
+    rewards = {
+        (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
+    }
+    assert rewards == {("q:0", 0): 0.0, ("q:0", 1): 0.25, ("q:1", 0): 0.5, ("q:1", 1): 0.75}
+
+
+def test_engines_stop_at_every_end_and_responses_that_were_cut_are_counted() -> None:
+    """Also of groups that the filter removes: if all are cut, all may be wrong."""
+    world = World([CUT, CUT, MIXED, CUT])
+    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0)), 4)
+    collected = collect(collector, 1)
+    assert prompts_of(collected) == [2]
+    assert collected.outcome.cut_frac == 0.75
+    assert world.plans[-1].sampling.stop_token_ids == (0, 3, 9)
+    assert cut_warning(collected.outcome.cut_frac, 64, ("<|im_end|>", "<|endoftext|>")) == (
+        "warning: 75% of the responses of step 1 were cut at rollout.max_response_tokens=64, before any of the ends "
+        "'<|im_end|>', '<|endoftext|>'; raise the limit or, if the model ends answers in another way, set "
+        "rollout.stop_token_ids or rollout.stop to its end"
+    )
+
+
 def test_a_run_whose_steps_have_no_groups_ends_and_says_what_was_sampled() -> None:
     world = World([WRONG, RIGHT, WRONG, WRONG, MIXED, WRONG, RIGHT, RIGHT, RIGHT, RIGHT])
     collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_skipped_steps=3), 2)
@@ -281,6 +347,39 @@ def test_refills_until_the_step_is_full_and_what_is_left_over_is_first_next_time
     assert {sample.seed for sample in second.rollout.samples} == {2}
 
 
+def test_refills_end_where_they_are_told_to() -> None:
+    world = World([WRONG] * 4 + [MIXED] * 4)
+    collected = collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2), 1)
+    assert world.asked == [(1, [0, 1]), (1, [2, 3])]
+    assert prompts_of(collected) == []
+    assert collected.metrics["filter/num_refills"] == 1
+
+
+def test_no_prompt_is_asked_twice_in_a_step() -> None:
+    world = World([WRONG, WRONG, RIGHT, WRONG, MIXED])
+    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=9), 2)
+    first = collect(collector, 1)
+    # The last refill asks for all that is left, one prompt; the sampler's next batch holds 4 and the new epoch's 0.
+    assert world.asked == [(1, [0, 1]), (1, [2, 3]), (1, [4])]
+    assert prompts_of(first) == [4]
+    assert first.metrics["filter/num_refills"] == 2
+    # 0 has been waiting since.
+    assert prompts_of(collect(collector, 2)) == [4]
+    assert world.asked[3] == (2, [0, 1])
+
+
+def test_scores_of_demonstrations_may_be_left_out() -> None:
+    """Sample 0 starts with a demonstration, and the others alone may decide about their group."""
+    scores = [(1.0, 0.0, 0.0), (1.0, 1.0, 0.0)]
+    for counted, kept in ((True, [0, 1]), (False, [1])):
+        world = World(scores, demonstrated=True)
+        cfg = FilterConfig(mean_score=(0.0, 1.0), count_demonstrations=counted)
+        collected = collect(world.collector(cfg, 2), 1)
+        assert list(collected.rollout.prompts) == [f"q:{i}" for i in kept]
+        assert collected.metrics["batch/off_solved"] == 1.0
+        assert collected.metrics["batch/on_solved"] == 0.25
+
+
 def test_what_nobody_could_judge_does_not_train() -> None:
     """A group goes on without a lost row; one row alone, or none, is no group."""
     world = World([(1.0, LOST, 0.0, 0.0), (LOST, 1.0, LOST, LOST), (LOST,) * 4, (0.0, 1.0, 1.0, LOST)])
@@ -320,6 +419,66 @@ def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
     assert compute_advantages(batch, algo.advantage).advantages[:, 0].tolist() == [-1.0, 0.0]
 
 
+def test_lost_groups_are_replaced_by_refills() -> None:
+    world = World([(LOST, 1.0), MIXED, MIXED, MIXED])
+    collected = collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), 2), 1)
+    assert prompts_of(collected) == [1, 2]
+
+
+@pytest.mark.parametrize("resumed_after", [1, 2, 3])
+def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
+    rng = random.Random(0)
+    scores = [rng.choice([MIXED, MIXED, WRONG, RIGHT]) for _ in range(11)]
+    cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=3)
+    world, again = World(scores), World(scores)
+    collector = world.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
+    got, state = [], None
+    for step in range(1, 7):
+        got.append(prompts_of(collect(collector, step)))
+        if step == resumed_after:
+            state = json.loads(json.dumps(collector.queue.state_dict()))
+    assert state is not None
+    resumed = again.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
+    resumed.queue.load_state_dict(state)
+    assert [prompts_of(collect(resumed, step)) for step in range(resumed_after + 1, 7)] == got[resumed_after:]
+    assert again.asked == [call for call in world.asked if call[0] > resumed_after]
+    # The filter acted, and something waited for its step.
+    assert len(world.asked) > 6
+
+
+def test_times_of_generation_and_judging_add_up_over_refills() -> None:
+    world, now = World([WRONG, WRONG, MIXED, MIXED]), [0.0]
+    timers = Timers(clock=lambda: now[0])
+    answer, judge = world.answer, world.judge
+
+    def slow_answer() -> None:
+        now[0] += 10.0
+        answer()
+
+    def slow_judge(sample: Sample) -> Reward:
+        now[0] += 0.25
+        return judge(sample)
+
+    world.answer, world.judge = slow_answer, slow_judge  # type: ignore[method-assign]
+    collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers), 1)
+    assert timers.pop() == {"timing_s/gen": 20.0, "timing_s/reward": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept", "sampled", "expected"),
+    [
+        (8, 0, 8, 8),  # nothing passed: a batch
+        (8, 4, 8, 8),  # half passed: 4 missing ask for 8
+        (8, 6, 8, 3),  # 2 / (6/8) = 2.67
+        (8, 7, 16, 3),  # 1 / (7/16) = 2.29
+        (8, 1, 8, 8),  # 7 / (1/8) = 56 are more than a batch
+        (8, 7, 7, 1),
+    ],
+)
+def test_refills_ask_for_as_many_as_are_likely_to_do(wanted: int, kept: int, sampled: int, expected: int) -> None:
+    assert refill_count(wanted, num_kept=kept, num_sampled=sampled) == expected
+
+
 # --- ahead of training
 
 AHEAD = ScheduleConfig(staleness=1, on_update="continue")
@@ -357,6 +516,28 @@ def test_a_pipeline_without_progress_names_its_oldest_ticket() -> None:
     message = rf"within 3600 s: generating: {progress} \(q:0\), has 1 of 2"
     with pytest.raises(WorkerError, match=message):
         rollouts.take(1)
+
+
+def test_no_prompt_is_under_way_twice() -> None:
+    """The next epoch begins with 0, which the step that is under way has taken."""
+    world = World([MIXED, WRONG, MIXED, MIXED])
+    cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=1)
+    rollouts = world.collector(cfg, 2, schedule=AHEAD, queue=queue_of(4))
+    admit(rollouts, 0)
+    assert prompts_of(rollouts.take(1)) == [0, 2]
+    assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
+
+
+def test_the_last_steps_admit_no_more_than_they_take() -> None:
+    world = World([MIXED] * 9)
+    rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
+    rollouts.total_steps = 2
+    for step in (1, 2):
+        admit(rollouts, step - 1)
+        rollouts.take(step)
+        rollouts.scheduler.release()
+    assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
+    assert rollouts.scheduler.pipeline == {}
 
 
 @pytest.mark.parametrize(("on_update", "finished"), [("finish", 4), ("continue", 2)])
@@ -418,6 +599,11 @@ def test_a_signal_within_a_step_keeps_the_samples_that_are_finished(
     assert [prompts_of(collect(resumed, step)) for step in (2, 3)] == [[2, 3], [4, 5]]
 
 
+def test_the_first_step_goes_on_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.train.collect.last_stop_signal", lambda: signal.SIGTERM)
+    assert prompts_of(collect(World([MIXED] * 4).collector(FilterConfig(), 2), 1)) == [0, 1]
+
+
 @pytest.mark.parametrize(("schedule", "goes_on"), [(ScheduleConfig(), True), (AHEAD, False)])
 def test_a_changed_schedule_or_engine_samples_the_pipeline_anew(
     schedule: ScheduleConfig, goes_on: bool, tmp_path: Path
@@ -443,3 +629,12 @@ def test_a_run_whose_samples_nobody_judges_ends_and_says_so() -> None:
         match=r"^2 steps in a row .* 0 judged groups, 2 that could not be judged \(1 samples .*\)\. Mend what keeps",
     ):
         collect(collector, 2)
+
+
+def test_groups_are_judged_by_right_and_wrong_unless_told_otherwise() -> None:
+    """Rewards of −1 and 1 with three of four wrong have a mean of −0.5, which bounds of 0 and 1 would remove."""
+    world = World([(-1.0, -1.0, 1.0, -1.0), (-1.0, -1.0, -1.0, -1.0)])
+    for by, kept in (("correct", [0]), ("score", []), ("reward", [])):
+        cfg = FilterConfig(by=by, mean_score=(0.0, 1.0))  # type: ignore[arg-type]
+        rollout = collect(world.collector(cfg, 2), 1).rollout
+        assert [int(prompt.token_ids[0]) for prompt in rollout.prompts.values()] == kept

@@ -32,8 +32,10 @@ def test_check_complete(written: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
+        # The byte tokenizer's template ends answers with <|im_end|>, which is token 2; <|endoftext|> is token 0.
         ({"generation_config.json": {"eos_token_id": 0, "top_p": 0.8}}, {"eos_token_id": [2, 0], "top_p": 0.8}),
         ({"generation_config.json": {"eos_token_id": [0, 2]}}, {"eos_token_id": [0, 2]}),
+        ({"generation_config.json": {}}, {"eos_token_id": [2]}),
         ({"config.json": {"eos_token_id": 0}}, {"eos_token_id": [2, 0]}),
         ({"config.json": {"eos_token_id": 2}}, None),
     ],

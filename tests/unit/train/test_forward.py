@@ -205,6 +205,23 @@ def test_roles_compute_in_turn_the_actor_last(rows: list[Row]) -> None:
     assert [set(row.quantities) for row in rows] == [{"rollout_logprobs"}] * 5
 
 
+@pytest.mark.parametrize(
+    ("needed", "asked"),
+    [
+        ({TokenQuantity.REF_LOGPROBS}, ["reference"]),
+        ({TokenQuantity.VALUES}, ["critic"]),
+        ({TokenQuantity.OLD_LOGPROBS}, ["actor"]),
+        ({TokenQuantity.OLD_ENTROPY}, ["actor"]),
+        ({TokenQuantity.VALUES, TokenQuantity.OLD_ENTROPY}, ["critic", "actor"]),
+    ],
+)
+def test_only_roles_that_are_needed_are_asked(rows: list[Row], needed: set[TokenQuantity], asked: list[str]) -> None:
+    bench = Bench()
+    got, _ = bench.run(rows, {}, frozenset(needed))
+    assert [entry.split()[0] for entry in bench.log if "passes" in entry] == asked
+    assert needed <= set(got[0].quantities)
+
+
 # --- with hints
 
 
@@ -248,16 +265,49 @@ def test_plain_hinted_and_shuffled_rows_share_one_pass(
     )
 
 
+def test_without_a_baseline_no_hint_is_shuffled(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    bench = Bench(writer(tokenizer))
+    got, _ = bench.run(rows, prompts, HINTED)
+    assert bench.log == ["phase score actor", "actor passes 10 rows"]
+    assert set(got[0].quantities) == {
+        "rollout_logprobs",
+        "old_logprobs",
+        "old_entropy",
+        "hint_logprobs",
+        "cpo_excluded",
+    }
+
+
+def test_the_seed_decides_whose_hint_it_is(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    def shuffled(seed: int) -> list[str]:
+        bench = Bench(writer(tokenizer))
+        bench.run(rows, prompts, HINTED | {TokenQuantity.SHUFFLED_HINT_LOGPROBS}, seed=seed)
+        return [prompt_text(tokenizer, row) for row in bench.passes[Role.ACTOR].rows[0][10:]]
+
+    assert shuffled(0) == shuffled(0)
+    # Two cycles of three hints.
+    assert len({tuple(shuffled(seed)) for seed in range(8)}) == 2
+
+
 @pytest.mark.parametrize(
     ("correction", "staleness", "mini_batches", "gate_passed", "needed"),
     [
+        # One optimizer step on fresh samples: the current log-probs are the old ones.
         ("none", 0, 1, True, False),
         ("none", 0, 2, True, True),
         ("none", 0, 1, False, True),
         ("tis_upper", 1, 1, True, True),
+        # The ratio is to the engine's log-probs.
         ("rollout_ratio", 1, 1, True, False),
+        ("rollout_ratio", 0, 2, True, False),
         ("rollout_ratio", 1, 1, False, True),
+        # Ranks keep the policy.
         ("kept", 0, 2, True, False),
+        ("kept", 0, 2, False, True),
     ],
 )
 def test_old_logprobs_are_computed_where_the_ratio_needs_them(
@@ -356,6 +406,54 @@ def test_divergences_are_of_rows_and_their_hinted_twins(
     assert [constant(row.quantities["hint_logprobs"]) for row in got] == [200, 201, 1.00, 202, 203]
 
 
+def test_a_row_that_does_not_fit_twice_is_no_pair(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    """A limit of half a micro-batch for hinted rows leaves rows beyond it without a hint, whatever they measure."""
+    bench = Bench(writer(tokenizer, max_prompt_tokens=7))
+    got, metrics = bench.run(rows, prompts, HINTED | {TokenQuantity.HINT_KL})
+    assert bench.log == ["phase score actor", "actor passes 10 rows"]
+    assert metrics["cpo/hint_no_text_frac"] + metrics["cpo/hint_no_room_frac"] == 1.0
+    assert not any(row.quantities["hint_kl"].any() for row in got)
+
+
+def test_answers_are_marked_if_they_are_to_keep_their_advantage(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    for exclude in (False, True):
+        bench = Bench(writer(tokenizer, exclude_answer=exclude))
+        got, _ = bench.run(rows, prompts, HINTED)
+        for place, row in enumerate(got):
+            # "r0 \boxed{0}.": the eleventh byte token is the answer. A row without a hint keeps all its advantages.
+            assert tokenizer.decode(response_of(row)[10:11]) == str(place)
+            marked = [10] * exclude if row.uid != "none" else list(range(row.num_response_tokens))
+            assert np.flatnonzero(row.quantities["cpo_excluded"]).tolist() == marked
+
+
+def test_of_a_conversation_only_the_last_turn_has_an_answer(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    """What a tool wrote is no answer, also where the policy gave none."""
+    parts = ["\\boxed{1}", "\\boxed{2}", "\\boxed{3}"]
+    first, reply, last = (encode(tokenizer, part) for part in parts)
+    nothing = encode(tokenizer, "so be it")
+    before = rows[0].token_ids[: rows[0].num_prompt_tokens]
+    talks = [
+        replace(
+            rows[0],
+            token_ids=np.concatenate([before, first, reply, ending]),
+            loss_mask=np.repeat([True, False, True], [len(first), len(reply), len(ending)]),
+            quantities={},
+        )
+        for ending in (last, nothing)
+    ]
+    bench = Bench(writer(tokenizer, exclude_answer=True))
+    got, _ = bench.run(talks, {"a": replace(prompts["a"], environment="game")}, HINTED)
+    place = len(first) + len(reply) + len("\\boxed{")
+    assert np.flatnonzero(got[0].quantities["cpo_excluded"]).tolist() == [place]
+    assert not got[1].quantities["cpo_excluded"].any()
+
+
 def test_a_conversation_that_its_environment_opened_cannot_have_a_hint(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
@@ -365,3 +463,11 @@ def test_a_conversation_that_its_environment_opened_cannot_have_a_hint(
     talking = {"a": replace(prompts["a"], environment="game")}
     with pytest.raises(DataError, match="row a/0: its environment 'game' opens conversations with messages of its own"):
         Bench(writer(tokenizer)).run([opened], talking, HINTED)
+
+
+def test_no_hint_reaches_what_is_trained(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    got, _ = Bench(writer(tokenizer)).run(rows, prompts, HINTED)
+    assert [row.token_ids.tolist() for row in got] == [row.token_ids.tolist() for row in rows]
+    assert [row.num_prompt_tokens for row in got] == [row.num_prompt_tokens for row in rows]

@@ -57,7 +57,9 @@ def test_rows_of_different_lengths_are_compared_on_sampled_tokens() -> None:
     [
         ("float32", None, 0.9e-4, True),
         ("float32", None, 1.1e-4, False),
+        ("bfloat16", None, 0.049, True),
         ("bfloat16", None, 0.051, False),
+        ("float32", 0.5, 0.49, True),
         ("bfloat16", 0.01, 0.011, False),
     ],
 )
@@ -71,6 +73,41 @@ def test_limits(dtype: Literal["float32", "bfloat16"], limit: float | None, diff
     assert checked.passed == passes
 
 
+def test_engines_in_bfloat16_have_its_limit_whatever_the_trainer_computes_in() -> None:
+    checked = MismatchGate(TrainerConfig(), ModelConfig(dtype="float32"), EngineConfig(dtype="bfloat16"))
+    checked.check([make_row([-1.0], [-1.049])])
+    assert checked.passed
+
+
+@pytest.mark.parametrize(
+    "engine", [EngineConfig(quantization="fp8_per_channel"), EngineConfig(kv_cache_dtype="fp8_e4m3")]
+)
+@pytest.mark.parametrize(
+    ("limit", "difference", "passes"), [(None, 0.19, True), (None, 0.21, False), (0.1, 0.11, False)]
+)
+def test_engines_that_round_to_float8_may_differ_more(
+    engine: EngineConfig, limit: float | None, difference: float, passes: bool
+) -> None:
+    checked = MismatchGate(TrainerConfig(mismatch_gate_nats=limit), ModelConfig(), engine)
+    rows = [make_row([-1.0], [-1.0 - difference])]
+    if passes:
+        checked.check(rows)
+    else:
+        with pytest.raises(MismatchError):
+            checked.check(rows)
+
+
+def test_the_message_has_both_numbers_and_the_key() -> None:
+    message = r"by 2\.50e-01 nats .*, the limit is 1e-04 \(trainer\.mismatch_gate_nats\); check that both use the same"
+    with pytest.raises(MismatchError, match=message):
+        gate().check([make_row([-1.0], [-1.25])])
+
+
+def test_nan_does_not_pass() -> None:
+    with pytest.raises(MismatchError, match="by nan nats"):
+        gate().check([make_row([-1.0], [math.nan])])
+
+
 def test_the_mismatch_is_that_of_fresh_tokens() -> None:
     """Stale ones differ because of training; their drift is measured apart."""
     row = make_row([-1.0, -2.0, -3.0], [-1.5, -4.0, -3.25])
@@ -81,6 +118,14 @@ def test_the_mismatch_is_that_of_fresh_tokens() -> None:
     assert metrics["staleness/spanning_frac"] == 1.0
     # The weights of a correction that knew the old log-probs were measured with it.
     assert not [name for name in metrics if name.startswith("is/")]
+
+
+def test_no_mismatch_is_claimed_where_no_token_is_fresh() -> None:
+    row = make_row([-1.0], [-1.5]).with_quantities(lag=np.array([1], np.float32))
+    metrics = engine_metrics([row], {}, TIS)
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+    assert metrics["staleness/frac_lag_1"] == 1.0
+    assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(0.5)
 
 
 def test_without_old_logprobs_the_first_mini_batch_tells_the_difference() -> None:
@@ -104,9 +149,26 @@ def test_without_old_logprobs_the_first_mini_batch_tells_the_difference() -> Non
         assert metrics[f"is/{name}"] == 0.0
 
 
+def test_lags_are_those_of_all_rows_and_drifts_those_of_compared_ones() -> None:
+    first, second = (make_row([-1.0]) for _ in range(2))
+    rows = [first.with_quantities(lag=np.array([1], np.float32)), second.with_quantities(lag=np.array([2], np.float32))]
+    metrics = engine_metrics(rows, {0: np.array([-1.25], np.float32)}, ROLLOUT_RATIO)
+    assert (metrics["staleness/lag_mean"], metrics["staleness/frac_lag_2"]) == (1.5, 0.5)
+    assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(0.25)
+    assert "staleness/drift_abs_mean_lag_2" not in metrics
+
+
 def test_it_is_asked_once() -> None:
     """Later rows of an updated policy, and rows without old log-probs, are none of its business."""
     checked = gate()
     checked.check([make_row([-1.0], [-1.0])])
     checked.check([make_row([-1.0], [-9.0])])
     checked.check([make_row([-1.0], [-1.0]).only(())])
+
+
+def test_rows_that_no_engine_sampled_prove_nothing() -> None:
+    checked = gate()
+    checked.check([make_row([0.0, 0.0], [-1.0, -2.0], given=2)])
+    assert not checked.passed
+    with pytest.raises(MismatchError):
+        checked.check([make_row([-1.0], [-1.25])])

@@ -96,6 +96,14 @@ def test_adapters_to_begin_with_are_checked_before_anything_starts(
             opened(4, reward=reward)
 
 
+def test_a_critic_is_a_language_model_or_a_model_with_a_scalar_head(models: Path) -> None:
+    checked(models, Role.CRITIC, "policy")
+    checked(models, Role.CRITIC, "critic")
+    checked(models, Role.REFERENCE, "policy")
+    with pytest.raises(ConfigError, match=r"missing \['lm_head\.weight'\] \(1\), unknown \['score\.weight'\] \(1\)"):
+        checked(models, Role.REFERENCE, "critic")
+
+
 class Writers:
     """Ranks that claim to have written everything, and write nothing: weights stay 0."""
 
@@ -179,6 +187,39 @@ def test_the_end_of_answers_is_the_templates_and_engines_stop_at_all(models: Pat
         open_train_inputs(inputs.config)
 
 
+def test_a_hub_id_is_resolved_once_for_all_that_follows(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration of the inputs is what ranks, engines and the run's directory see."""
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(tmp_path / name.removeprefix("org/"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    inputs = opened(models, tmp_path, model={"path": "org/policy", "dtype": "float32"}, algo={"kl": {"where": "loss"}})
+    assert asked == ["org/policy"]
+    assert inputs.config.model.path == str(tmp_path / "policy")
+    assert {role.model.path for role in inputs.roles} == {str(tmp_path / "policy")}
+    turns = {
+        name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+        for name, text in (("prompt", "3+5=?"), ("target", "8"), ("chosen", "8"), ("rejected", "9"))
+    }
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(turns) + "\n")
+    for section, model, open_inputs in (
+        ("sft", "policy", open_sft_inputs),
+        ("train_preference", "policy", open_train_preference_inputs),
+        ("train_reward", "critic", open_train_reward_inputs),
+    ):
+        tree = {
+            "model": {"path": f"org/{model}", "dtype": "float32"},
+            section: {"train": [str(tmp_path / "pairs.jsonl")], "batch_size": 1},
+            **LENGTHS,
+        }
+        assert open_inputs(from_dict(Config, tree)).config.model.path == str(tmp_path / model), section
+
+
 def test_kto_takes_two_held_out_pairs(models: Path, tmp_path: Path) -> None:
     """Its KL is estimated with the responses of other pairs."""
     path = tmp_path / "pairs.jsonl"
@@ -222,6 +263,18 @@ def test_a_frozen_critic_needs_a_value_head(models: Path) -> None:
     checked(models, Role.CRITIC, "critic", trainable=False)
     with pytest.raises(ConfigError, match=r"^critic\.freeze: got true, but .*/policy .* has no score\.weight"):
         checked(models, Role.CRITIC, "policy", trainable=False)
+
+
+def test_a_model_that_is_not_there_is_named_by_its_key(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/nothing/config\.json: no such file"):
+        checked(models, Role.CRITIC, "nothing")
+
+
+def test_the_layout_must_fit_the_roles_model(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^critic\.layout\.tp: got 3, which does not divide .*num_key_value_heads=2"):
+        checked(models, Role.CRITIC, "critic", layout={"tp": 3})
+    with pytest.raises(ConfigError, match=r"^reference\.layout: 2 layers do not split over pp=3 stages"):
+        checked(models, Role.REFERENCE, "policy", layout={"pp": 3})
 
 
 def test_dropped_pairs_are_a_warning(models: Path, tmp_path: Path) -> None:

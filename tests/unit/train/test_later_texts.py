@@ -15,6 +15,7 @@ from megarl.train.inputs import TrainInputs, open_train_inputs
 from tests.helpers.checkpoints import VOCAB_SIZE, add_value_head, make_checkpoint
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+NO_TOOL = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,16 @@ def test_tokens_without_a_row_are_refused_where_texts_come_up_later(policy: Path
     found = rf"^model\.path: the tokenizer has the token '<search>' with id {VOCAB_SIZE}, .*; environment guess may"
     with pytest.raises(ConfigError, match=found):
         opened(tmp_path, tmp_path / "policy", environment="guess")
+
+
+def test_a_template_that_refuses_tools_is_refused_with_tools_alone(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path / "policy")
+    refuse(tmp_path / "policy", NO_TOOL)
+    opened(tmp_path, tmp_path / "policy")
+    opened(tmp_path, tmp_path / "policy", environment="guess")
+    refused = r"^environment\.tool_role: .*'tool'\]: no tools; set environment\.tool_role=user"
+    with pytest.raises(ConfigError, match=refused):
+        opened(tmp_path, tmp_path / "policy", environment="calculator")
 
 
 def test_a_reward_models_template_must_take_the_prompts(policy: Path, tmp_path: Path) -> None:

@@ -74,6 +74,23 @@ def test_the_policys_own_tokens_ended_as_the_template_ends_turns() -> None:
     assert encoder.encode(prompt(), sample("")).tolist() == list(prompt().token_ids)
 
 
+def test_another_tokenizer_reads_the_chat_in_its_own_template() -> None:
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}<verdict>"
+    own = other_tokenizer(template)
+    encoder = ConversationEncoder(TOKENIZER, own)
+    assert encoder.num_extra_tokens is None
+    ids = encoder.encode(prompt(), sample("5+3=8\n#### 8<|im_end|>"))
+    assert own.decode(ids) == "[user] 5+3=?\n[assistant] 5+3=8\n#### 8\n<verdict>"
+    assert ids[-1] == own.convert_tokens_to_ids("<verdict>")
+
+
+def test_another_template_of_the_same_tokens_is_another_view() -> None:
+    own = make_byte_tokenizer()
+    own.chat_template = "{% for m in messages %}{{ m['content'] }}{{ '<|im_end|>' }}{% endfor %}"
+    encoder = ConversationEncoder(TOKENIZER, own)
+    assert own.decode(encoder.encode(prompt(), sample("#### 8<|im_end|>"))) == "5+3=?<|im_end|>#### 8<|im_end|>"
+
+
 def test_a_conversation_is_read_as_it_is_or_as_its_last_turn() -> None:
     """Another model's template is never shown a tool's output as part of the answer."""
     whole = sample("calc 5+3<|im_end|>")
@@ -86,6 +103,19 @@ def test_a_conversation_is_read_as_it_is_or_as_its_last_turn() -> None:
     )
     own = other_tokenizer("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
     assert own.decode(ConversationEncoder(TOKENIZER, own).encode(prompt(), whole)) == "[user] 5+3=?[assistant] #### 8"
+
+
+def test_a_template_that_rewrites_answers_is_applied() -> None:
+    """As templates of reasoning models do, which put an empty thought into the answer."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message['content'] }}", "{{ '<think></think>' if message['role'] == 'assistant' }}{{ message['content'] }}"
+    )
+    assert Answers(tokenizer).ending is None
+    encoder = ConversationEncoder(tokenizer, tokenizer)
+    assert "assistant\n<think></think>#### 8<|im_end|>\n" in tokenizer.decode(
+        encoder.encode(prompt(), sample("#### 8<|im_end|>"))
+    )
 
 
 class LastTokens:
@@ -108,6 +138,16 @@ def rewards(passes: LastTokens, phases: list[Phase], max_tokens: int = 100) -> M
 
 def batch(*texts: str) -> RolloutBatch:
     return RolloutBatch(prompts={"a": prompt()}, samples=tuple(sample(text, i) for i, text in enumerate(texts)))
+
+
+def test_scores_in_the_order_of_the_samples() -> None:
+    passes, phases = LastTokens(), list[Phase]()
+    found = rewards(passes, phases).score(batch("#### 8<|im_end|>", "x", "#### 9"))
+    newline, x, nine = (TOKENIZER(text)["input_ids"][-1] for text in ("\n", "x", "9"))
+    assert found == [newline, x, nine]
+    assert [row.label for row in passes.rows] == ["a/0", "a/1", "a/2"]
+    assert [phase.name for phase in phases] == ["score reward_model"]
+    assert rewards(passes, phases).score(RolloutBatch(prompts={}, samples=())) == []
 
 
 def test_as_a_judge_it_waits_for_the_whole_batch() -> None:

@@ -1,6 +1,7 @@
 """What the first steps come to: failures, differences, cut answers, and updates that move weights or do not."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from megarl.errors import RunError
 from megarl.rollout.source import Group
 from megarl.train.groups import JudgedGroup
-from megarl.train.outcome import FirstSteps, StepOutcome, cut_warning
+from megarl.train.outcome import FirstSteps, StepOutcome, all_failed_error, cut_warning
 from megarl.train.watch import WeightWatch
 from megarl.types import FinishReason, Message, Prompt, Reward, Row, Sample, prompt_segment
 from megarl.types.judged import FinishedSample, Trouble
@@ -52,9 +53,11 @@ def outcome_of(scores: Sequence[Sequence[float | str]], *, cut: bool = False) ->
     ("scores", "failed", "flat"),
     [
         ([["failed", "timed_out"], ["crashed", "unanswered"]], True, False),
+        # No function has an opinion: nothing failed.
         ([["abstained", "abstained"]], False, False),
         ([["failed", "failed"], [0.0, 0.0]], False, True),
         ([["failed", 1.0], [0.0, 0.0]], False, True),
+        ([[0.0, 1.0], [0.0, 0.0]], False, False),
         ([[1.0, 1.0], [0.0, 0.0]], False, True),
     ],
     ids=str,
@@ -66,6 +69,14 @@ def test_what_a_step_came_to(scores: Sequence[Sequence[float | str]], failed: bo
     assert first.nothing_heard(got) == failed
     # Later failures are another matter.
     assert not FirstSteps(total_steps=9, is_heard=True).nothing_heard(got)
+
+
+def test_the_error_has_count_and_first_cause() -> None:
+    outcome = outcome_of([["failed"] * 4] * 4)
+    error = all_failed_error("step 1", outcome.num_samples, outcome.failures)
+    assert str(error).startswith(
+        "step 1: all 16 samples failed, the first of them: environment failed, boom (agent.py:6); mend what fails"
+    )
 
 
 def warned(outcomes: Sequence[StepOutcome], *, total_steps: int = 9, teaches: bool = False) -> list[tuple[int, str]]:
@@ -87,6 +98,7 @@ FLAT, MIXED = [[0.0, 0.0], [1.0, 1.0]], [[0.0, 1.0]]
     [
         ([FLAT] * 5, 9, False, [3]),
         ([FLAT, FLAT, MIXED, FLAT, FLAT, FLAT], 9, False, []),
+        ([MIXED, FLAT, FLAT, FLAT], 9, False, []),
         ([FLAT] * 2, 2, False, [2]),
         ([FLAT] * 5, 9, True, []),
     ],
@@ -142,6 +154,12 @@ def test_updates_that_move_nothing(
                 watch.look([row(advantage)], result(role, norm, moved), step=last, is_last=last == 1, warms_up=False)
 
 
+def test_the_last_update_moves_weights_after_an_idle_one() -> None:
+    watch = WeightWatch(Role.ACTOR)
+    watch.look([row(1.0)], result(Role.ACTOR, 0.0, 0), step=1, is_last=False, warms_up=False)
+    watch.look([row(1.0)], result(Role.ACTOR, 0.5, 900), step=2, is_last=True, warms_up=False)
+
+
 def taught(reverse: float, forward: float = 0.0) -> UpdateResult:
     # The gradients of a teacher that is the policy are the rounding's, and an optimizer makes steps of them.
     found = result(Role.ACTOR, 1e-6, 900)
@@ -174,6 +192,16 @@ def test_a_teacher_that_is_the_policy(advantage: float | None, given: Any, other
         watch.look([row(advantage)], second, step=2, is_last=True, warms_up=False)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 23), ("bfloat16", 7)])
+def test_a_teacher_within_rounding_is_the_policy(dtype: str, bits: int) -> None:
+    """Logits of 1 that are rounded differ by 2^-bits, and distributions by its square; log-probs have 32 bits."""
+    least = max(2.0 ** (-2 * bits), 8 * 2.0**-23)
+    for divergence, tells in ((0.9 * least, False), (1.1 * least, True)):
+        watch = WeightWatch(Role.ACTOR, is_taught=True, dtype=dtype)
+        with nullcontext() if tells else pytest.raises(RunError, match="the teacher gives all tokens of 1 updates"):
+            watch.look([row(None)], taught(divergence), step=1, is_last=True, warms_up=False)
+
+
 def test_a_teacher_without_rewards_that_agrees_with_the_policy() -> None:
     first = FirstSteps(total_steps=9)
     texts = [
@@ -182,6 +210,13 @@ def test_a_teacher_without_rewards_that_agrees_with_the_policy() -> None:
     ]
     assert [len(each) for each in texts] == [0, 0, 1, 0, 0]
     assert texts[2][0].startswith("warning: in the first 3 steps the teacher gave all tokens the probabilities that")
+
+
+def test_nothing_is_looked_at_once_weights_have_moved() -> None:
+    watch = WeightWatch(Role.ACTOR)
+    watch.look([row(1.0)], result(Role.ACTOR, 0.5, 900), step=1, is_last=False, warms_up=False)
+    assert watch.is_done
+    watch.look([row(1.0)], result(Role.ACTOR, 0.0, 0), step=2, is_last=True, warms_up=False)
 
 
 def test_answers_that_are_all_cut() -> None:

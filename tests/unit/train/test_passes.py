@@ -1,16 +1,21 @@
 """What the driver asks the ranks for: micro-batch plans, rows with what the objective reads, mini-batches of groups."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megarl.algos.batch_statistics import step_scale
 from megarl.algos.objectives import SftAlgorithm, ValueLoss
 from megarl.algos.preference import preference_objective
 from megarl.cluster.workers import RoleWorkers
+from megarl.config.algo import AlgoConfig
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
+from megarl.errors import ConfigError
 from megarl.train import passes
 from megarl.train.passes import CountedObjective, RolePasses, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row, RowImage
@@ -21,6 +26,7 @@ from megarl.types.messages import (
     MicroBatchPlan,
     Role,
     RoleSpec,
+    Teaching,
     UpdateRequest,
     UpdateResult,
     Vision,
@@ -92,6 +98,29 @@ def updater_of(
     )
 
 
+def test_a_forward_pass_takes_rows_without_quantities() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 7, advantages=1.0), make_row("b", 9, advantages=2.0)]
+    got = RolePasses(workers, role_of(), temperature=0.5, common=11).forward(rows, step=3)
+    assert [values.tolist() for values in got["logprobs"]] == [[7.0] * 3, [9.0] * 3]
+    ((sent, _, request),) = workers.forwarded
+    assert request == ForwardRequest(role=Role.ACTOR, temperature=0.5, step=3, paired=False, common=11)
+    assert [row.quantities for row in sent] == [{}, {}]
+    assert [row.label for row in sent] == ["a/0", "b/0"]
+    assert set(rows[0].quantities) == {"advantages"}
+
+
+def test_rows_are_spread_over_ranks_and_micro_batches() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 0, 8), make_row("b", 0, 5), make_row("c", 0, 3)]
+    RolePasses(workers, role_of(LayoutConfig(dp=2))).forward(rows, step=0)
+    # 8 | 5 + 3 tokens: each fills its rank's one micro-batch of 8.
+    assert list(workers.forwarded[0][1].ranks) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
+    # Two stages of two chunks each take micro-batches in pairs.
+    RolePasses(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).forward(rows[:1], step=0)
+    assert workers.forwarded[1][1].ranks == [[[0], []]]
+
+
 # --- forward passes
 
 
@@ -148,6 +177,20 @@ def test_branches_of_a_row_share_what_lies_before_them() -> None:
     assert updater.update([forked], AlgoState(), step=1).metrics["perf/shared_tokens_frac"] == 0
 
 
+def test_a_row_whose_paths_share_nothing_and_fill_more_than_a_micro_batch_has_one_of_its_own() -> None:
+    """It has 32 tokens, and paths of 16, 16 and 16; without forks so many tokens would be refused."""
+    row = make_row("a", 1, 32)
+    mask = np.ones(row.num_response_tokens, dtype=np.bool_)
+    forked = replace(row, loss_mask=mask, forks=(Fork(16, 7), Fork(24, 7)))
+    workers, settings = FakeWorkers(), role_of(micro_batch_tokens=40)
+    alone = replace(settings, settings=replace(settings.settings, share_prefixes=False))
+    rows = [make_row("b", 2, 20), forked, make_row("b", 3, 20)]
+    updater_of(workers, alone).update(rows, AlgoState(), step=1)
+    assert workers.updated[0][1].ranks in ([[[1], [0, 2]]], [[[0, 2], [1]]])
+    with pytest.raises(ConfigError, match="row 0 has 48 tokens, actor"):
+        updater_of(workers, alone).update([make_row("a", 1, 48)], AlgoState(), step=1)
+
+
 # --- updates
 
 
@@ -177,6 +220,32 @@ def test_an_update_sends_what_the_objective_reads() -> None:
     assert list(result.before) == [0, 1]
 
 
+def test_the_learning_rate_follows_the_optimizer_steps() -> None:
+    workers = FakeWorkers()
+    role = role_of(lr=1.0, warmup_steps=2)
+    updater = updater_of(workers, role)
+    for step in (1, 1, 2):
+        updater.update([make_row("a", 1)], AlgoState(), step=step)
+    assert [request.lr for *_, request in workers.updated] == [0.5, 1.0, 1.0]
+    # A resumed run sets how many there were.
+    resumed = updater_of(workers, role)
+    resumed.num_optimizer_steps = 1
+    resumed.update([make_row("a", 1)], AlgoState(), step=2)
+    assert workers.updated[-1][2].lr == 1.0
+
+
+def test_the_learning_rate_is_scaled_by_what_the_rows_of_the_step_say() -> None:
+    """Rows whose weights are 1, and 1 beside one of about 0: shares of 1 and a half, and their roots."""
+    workers, scale = FakeWorkers(), partial(step_scale, cfg=AlgoConfig(step_scale_power=0.5))
+    updater = RoleUpdater(workers, role_of(lr=1.0), SftAlgorithm(), total_steps=3, step_scale=scale)
+    for weights in ((0.0, 0.0), (0.0, -20.0)):
+        rows = [make_row(uid, 1, log_weight=weight) for uid, weight in zip("ab", weights, strict=True)]
+        updater.update(rows, AlgoState(), step=1)
+    assert [request.lr for *_, request in workers.updated] == pytest.approx([1.0, math.sqrt(0.5)])
+    # Ranks do not get the weights.
+    assert all(not row.quantities for rows, *_ in workers.updated for row in rows)
+
+
 # --- all steps of a batch
 
 
@@ -196,6 +265,12 @@ def test_mini_batches_are_groups_in_order_of_appearance() -> None:
     assert (got.metrics["global_seqlen/mean"], got.metrics["global_seqlen/tokens_imbalance"]) == (10.0, 1.0)
 
 
+def test_before_is_that_of_rows_which_no_step_precedes() -> None:
+    """The second mini-batch, of row 2, saw one step; no row's is that of the second epoch."""
+    got = updater_of(FakeWorkers()).update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
+    assert {i: v.tolist() for i, v in got.before.items()} == {0: [0.0] * 3, 1: [1.0] * 3, 3: [3.0] * 3, 4: [4.0] * 3}
+
+
 def test_no_step_sends_outputs_back_that_are_known_or_that_nobody_reads() -> None:
     """Old log-probs stand for those from before the first step; the policy of later steps has moved."""
     workers = FakeWorkers()
@@ -208,7 +283,30 @@ def test_no_step_sends_outputs_back_that_are_known_or_that_nobody_reads() -> Non
     assert got.before == {}
 
 
-@pytest.mark.parametrize(("digests", "shares"), [("a  b", False), ("aab ", True)])
+def test_divergences_from_a_teacher_come_back_although_log_probs_are_known() -> None:
+    """Those of the first mini-batch, by the places of its rows in the batch."""
+    known = [row.with_quantities(old_logprobs=np.zeros(row.num_response_tokens, np.float32)) for row in ROWS]
+    teaching = Teaching(role=Role.TEACHER, divergence="reverse", beta=0.5)
+    updater = RoleUpdater(FakeWorkers(), role_of(), SftAlgorithm(), total_steps=4, teaching=teaching)
+    got = updater.update_on_batch(known, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=1)
+    assert got.before == {}
+    assert {i: v.tolist() for i, v in got.divergences.items()} == {
+        0: [0.0] * 3,
+        1: [-1.0] * 3,
+        3: [-3.0] * 3,
+        4: [-4.0] * 3,
+    }
+
+
+@pytest.mark.parametrize(("mini_batch_prompts", "num_steps"), [(1, 3), (2, 2), (3, 1), (8, 1)])
+def test_a_batch_that_a_filter_made_smaller_takes_fewer_steps(mini_batch_prompts: int, num_steps: int) -> None:
+    workers = FakeWorkers()
+    updater = updater_of(workers)
+    updater.update_on_batch(ROWS, AlgoState(), step=1, mini_batch_prompts=mini_batch_prompts, num_epochs=1)
+    assert len(workers.updated) == updater.num_optimizer_steps == num_steps
+
+
+@pytest.mark.parametrize(("digests", "shares"), [("a  b", False), (" ab ", False), ("ab  ", False), ("aab ", True)])
 def test_ranks_share_the_work_of_towers(monkeypatch: pytest.MonkeyPatch, digests: str, shares: bool) -> None:
     """Rows of equal length, some of which show an image that costs more than all else; the same one counts once."""
     work = TowerWork(
@@ -241,3 +339,19 @@ def test_experts_count_a_token_in_the_first_row_that_has_it() -> None:
         sparse = replace(dims, experts=experts)
         RoleUpdater(workers, role, SftAlgorithm(), total_steps=1, dims=sparse).update(rows, AlgoState(), step=1)
         assert [row.num_uncounted for row in workers.updated[0][0]] == [0, 0, 6]
+
+
+def test_pairs_share_a_micro_batch() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 1, 4), make_row("b", 2, 3), make_row("c", 3, 3)]
+    hinted = [make_row("a", 11, 8), make_row("b", 12, 5), make_row("c", 13, 3)]
+    role = role_of(micro_batch_tokens=14)
+    found = RolePasses(workers, role).forward_pairs(rows, hinted, step=5)
+    ((sent, plan, request),) = workers.forwarded
+    assert request.paired
+    assert [row.token_ids[0] for row in sent] == [1, 2, 3, 11, 12, 13]
+    # Pairs have 12, 8 and 6 tokens, of which 14 fit: the last two together, the first alone.
+    assert plan.ranks == [[[1, 2, 4, 5], [0, 3]]]
+    # The divergences are those of the first halves.
+    assert [values.tolist() for values in found["kl"]] == [[1.0] * 3, [2.0] * 2, [3.0] * 2]
+    assert [values[0] for values in found["logprobs"]] == [1, 2, 3, 11, 12, 13]

@@ -119,3 +119,15 @@ def test_a_question_that_is_too_long_is_not_asked() -> None:
     assert fits.result(0).text == "yes"
     assert too_long.result(0).text is None
     assert f"sampling.max_tokens=64, more than the engine's {limit}" in too_long.result(0).reason
+
+
+@pytest.mark.parametrize("ends", [FinishReason.LENGTH, FinishReason.REPETITION])
+def test_a_cut_verdict_is_unread(ends: FinishReason) -> None:
+    judge = LlmJudge(
+        from_dict(JudgeConfig, {"use_policy": True}), policy(Source(lambda _: "Score: 1", ends)), name="self"
+    )
+    judging = judge.begin()
+    judging.add(item("p", "good", ""))
+    judged = judge.finish([judging])
+    assert judged.rewards[0].dropped
+    assert [trouble.outcome for trouble in judged.troubles] == ["unread"]

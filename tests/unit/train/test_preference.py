@@ -91,6 +91,16 @@ def test_held_out_pairs_in_batches_of_two() -> None:
     assert result.summary == f"validation on 3 pairs: accuracy 0.333, loss {loss:.3f}"
 
 
+def test_held_out_pairs_have_one_kl() -> None:
+    """Of three pairs in batches of two, the last would have no other pair to lend responses."""
+    objective = preference_objective(TrainPreferenceConfig(objective="kto", batch_size=2))
+    models = passes(-1.0, -2.0)
+    result = validate_preferences(Pairs(), objective, models, step=7)  # type: ignore[arg-type]
+    # Each of six prompts with another row's response: their 12 tokens have a difference of 1 each.
+    assert result.metrics["val/preference/kl"] == pytest.approx(12 / 6)
+    assert (models[Role.REFERENCE].seen, models[Role.ACTOR].seen) == ([6 + 6], [6, 6])
+
+
 def test_orpo_asks_no_model() -> None:
     models = passes(-1.0, -2.0)
     assert with_pair_quantities(PAIRS, reads("orpo"), models, step=1) is PAIRS

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.algos.prefixes import prefix_ratios
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.generation import Sampling
+from megarl.errors import ConfigError
 from megarl.rollout.source import Prefix, SamplingPlan
 from megarl.train.prefixes import demonstration_quantities, plan_prefixes
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment, version_spans
@@ -44,6 +46,16 @@ def test_the_first_samples_get_their_share() -> None:
         ("b", 0): Prefix(token_ids=(5, 6)),
         ("b", 1): Prefix(token_ids=(5, 6, 7, 8)),
     }
+
+
+def test_drawn_ratios_are_those_of_the_sample() -> None:
+    cfg = DemonstrationConfig(strategy="random", max_ratio=1.0)
+    long = Prompt(uid="q", token_ids=(9,), data_source="d", ground_truth="1", demonstration_ids=tuple(range(100, 200)))
+    got = plan_prefixes([long], cfg, step=7, num_samples=4, run_seed=3, end_token_ids=(EOS,))
+    ratios = prefix_ratios(cfg, uid="q", step=7, num_samples=4, run_seed=3)
+    assert [len(got["q", i].token_ids) for i in range(4)] == [int(100 * ratio) for ratio in ratios]
+    other_order = plan_prefixes([WHOLE, long], cfg, step=7, num_samples=4, run_seed=3, end_token_ids=(EOS,))
+    assert all(other_order["q", i] == got["q", i] for i in range(4))
 
 
 def test_a_prefix_is_cut_to_the_response_limit() -> None:
@@ -103,3 +115,8 @@ def test_no_prefixes() -> None:
     assert plan(WHOLE, strategy="random", num_prefixed=0) == {}
     assert plan(WHOLE, strategy="random", min_ratio=0.8, keep_frac=0.0) == {}
     assert plan(strategy="random") == {}
+
+
+def test_more_prefixes_than_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_prefixed: got 4, expected <= rollout\.num_samples=3"):
+        plan(WHOLE, strategy="random", num_prefixed=4)

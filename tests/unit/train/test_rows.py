@@ -104,8 +104,11 @@ def test_rows_say_what_a_demonstration_wrote() -> None:
     ("bound", "expected"),
     [
         (None, ["a/0", "a/1", "a/2", "b/0", "b/1", "b/2", "c/0"]),
+        # Of a's others one of two is correct, of b's both, c has none. The demonstrations' own verdicts do not count.
+        (1.0, ["a/0", "a/1", "a/2", "b/0", "b/1", "b/2", "c/0"]),
         (0.5, ["a/0", "a/1", "a/2", "b/1", "b/2", "c/0"]),
         (0.4, ["a/1", "a/2", "b/1", "b/2", "c/0"]),
+        (0.0, ["a/1", "a/2", "b/1", "b/2", "c/0"]),
     ],
 )
 def test_groups_that_do_not_need_their_demonstration_train_without(bound: float | None, expected: list[str]) -> None:
@@ -125,6 +128,14 @@ def test_groups_that_do_not_need_their_demonstration_train_without(bound: float 
     places = {s.uid + f"/{s.sample_index}": i for i, (s, _) in enumerate(cases)}
     assert [reward.score for reward in training.rewards] == [places[label] for label in expected]
     assert training.finish_reasons == [cases[places[label]][0].finish_reason for label in expected]
+
+
+def test_nothing_was_collected() -> None:
+    nothing = Collected(rollout=RolloutBatch(prompts={}, samples=()), rewards=[])
+    cfg = DemonstrationConfig(strategy="fixed", num_prefixed=1, max_group_accuracy=0.5)
+    for demonstrations in (DemonstrationConfig(), cfg):
+        training = training_rows(nothing, AlgoConfig(demonstrations=demonstrations))
+        assert (training.rows, training.rewards, training.finish_reasons) == ([], [], [])
 
 
 def test_replayed_routing_needs_experts_of_this_model() -> None:
@@ -165,6 +176,16 @@ def test_a_difficulty_from_the_data_is_a_quantity_of_its_row() -> None:
     assert [row.quantities["cpo_difficulty"].tolist() for row in training_rows(stated, cfg).rows] == [[2, 2], [-1, -1]]
     with pytest.raises(DataError, match=r"prompt a: extra_info.level is None, expected a number .* fields are: none; "):
         training_rows(step, cfg)
+
+
+def test_a_row_of_every_sample() -> None:
+    training = training_rows(collected([(sample("a", 0), True), (sample("b", 1), False)]), AlgoConfig())
+    assert labels(training) == ["a/0", "b/1"]
+    assert [reward.score for reward in training.rewards] == [0.0, 1.0]
+    assert training.finish_reasons == [FinishReason.STOP, FinishReason.LENGTH]
+    row = training.rows[0]
+    assert (row.token_ids.tolist(), row.num_prompt_tokens) == ([1, 2, 8, 9], 2)
+    assert {name: score.tolist() for name, score in row.quantities.items()} == {"rollout_logprobs": [-1.0, -1.0]}
 
 
 def test_rows_say_what_environments_said_if_the_algorithm_reads_it() -> None:

@@ -1,5 +1,6 @@
 """A teacher behind servers: what is asked, how answers are read, and what is said if there are none."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from megarl.config.teacher import TeacherConfig
 from megarl.errors import ConfigError, RunError
 from megarl.train.served_teacher import ServedTeacher
 from megarl.types import Row
+from megarl.types.forks import Fork
 from tests.helpers.reward_server import RewardServer, reply
 
 ROW = Row(
@@ -61,6 +63,20 @@ def test_what_the_policy_lacks_is_left_out(
     if top_k:
         np.testing.assert_array_equal(found["top_ids"][0], [[2, -1], [-1, -1], [5, 1]])
         np.testing.assert_allclose(found["top_logprobs"][0][0], [-1.5 - rest, -np.inf], rtol=1e-6)
+
+
+def test_each_path_of_a_row_that_forks_is_a_prompt() -> None:
+    """The last token follows the prompt, not the one before it."""
+    branch = [None, {"8": {"logprob": -1.0, "rank": 1}}, {"5": {"logprob": -0.75, "rank": 1}}]
+
+    def answer(body: Any) -> Any:
+        return reply(choices=[{"text": "", "prompt_logprobs": branch if body["prompt"] == [7, 8, 5] else GIVEN[:4]}])
+
+    with RewardServer(answer) as server:
+        found = asked(server, top_k=2).forward([replace(ROW, forks=(Fork(4, 1),))], step=1)
+    assert sorted(body["prompt"] for body in server.requests) == [[7, 8, 3, 4], [7, 8, 5]]
+    np.testing.assert_array_equal(found["logprobs"][0], np.array([-4.0, 0.0, -0.75], np.float32))
+    np.testing.assert_array_equal(found["top_ids"][0], [[9, 2], [-1, -1], [5, -1]])
 
 
 def test_a_server_without_log_probs_of_prompts_ends_the_run_with_the_remedy() -> None:

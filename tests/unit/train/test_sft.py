@@ -11,6 +11,7 @@ import pytest
 from megarl.config.schema import SftConfig, TrainRewardConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.sampler import PromptSampler
+from megarl.errors import ConfigError
 from megarl.train.passes import RolePasses
 from megarl.train.supervised import pair_metrics, validate_sft
 from megarl.train.supervised_inputs import in_steps
@@ -63,7 +64,18 @@ def test_epochs_become_steps_and_only_the_last_epoch_loses_rows() -> None:
     )
 
 
+def test_a_length_in_steps_is_left_alone() -> None:
+    assert in_steps(SftConfig(batch_size=4, total_steps=5), 11, "sft")[0].total_steps == 5
+    with pytest.raises(ConfigError, match=r"^sft\.batch_size: got 12, expected 1 to 11"):
+        in_steps(SftConfig(batch_size=12), 11, "sft")
+
+
 def test_measures_of_held_out_pairs() -> None:
     # Differences 1, 0, −1, of which one is in order; with margins 1, 0, −1 every likelihood is ½.
     numbers = (np.asarray(values, np.float32) for values in ([1, 2, 3], [0, 2, 4], [1, 0, -1]))
     assert pair_metrics(*numbers) == pytest.approx({"accuracy": 1 / 3, "margin": 0.0, "loss": math.log(2)})
+
+
+def test_large_differences_of_held_out_pairs_stay_finite() -> None:
+    chosen, rejected, margins = (np.asarray([value], np.float32) for value in (-2000, 2000, 0))
+    assert pair_metrics(chosen, rejected, margins)["loss"] == 4000

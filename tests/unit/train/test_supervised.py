@@ -127,6 +127,16 @@ def test_a_run_killed_within_an_epoch_continues_bit_for_bit(config: Config, monk
     assert continued.weight == whole.weight
 
 
+def test_more_epochs_can_be_added(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, more = "run.name=longer", "sft.total_epochs=4"
+    first, second, whole = FakeRanks(), FakeRanks(), FakeRanks()
+    train(config, first, monkeypatch, name)
+    train(config, second, monkeypatch, name, more, "sft.val_every_steps=3")
+    train(config, whole, monkeypatch, "run.name=four", more)
+    assert first.seen + second.seen == whole.seen
+    assert len(whole.seen) == 40
+
+
 def test_a_signal_is_followed_by_the_checkpoint_and_the_resumed_run_validates(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

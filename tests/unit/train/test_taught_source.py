@@ -10,6 +10,7 @@ from megarl.config.algo import DemonstrationConfig
 from megarl.config.generation import Sampling
 from megarl.config.teacher import TeacherConfig
 from megarl.data.stop_tokens import StopTokens
+from megarl.errors import RunError
 from megarl.host import loop
 from megarl.rollout.source import Group, Prefix, SamplingPlan
 from megarl.train.served_teacher import TeacherWriter
@@ -33,10 +34,13 @@ def writer_at(server: RewardServer, **settings: Any) -> TeacherWriter:
 @pytest.mark.parametrize(
     ("ids", "finish", "num_common", "expected"),
     [
+        # Whichever token it stopped at, the policy's own end stands there.
         ([5, 6, 8], "stop", None, (5, 6, END)),
         ([5, 6, 7], "length", None, (5, 6, 7)),
         ([5, 20, 8], "stop", 20, (5,)),
+        # Withheld or given up: no demonstration.
         ([5, 6, 7], "content_filter", None, ()),
+        ([5, 6, 7], "abort", None, ()),
     ],
 )
 def test_an_answer_is_read_as_the_policys_tokens(
@@ -48,6 +52,15 @@ def test_an_answer_is_read_as_the_policys_tokens(
     body = server.requests[0]
     assert (body["prompt"], body["max_tokens"], body["seed"], body["temperature"]) == ([1, 2], 6, 4, 0.7)
     assert (body["stop_token_ids"], body["return_token_ids"], body["model"]) == ([END, 8], True, "t")
+
+
+def test_a_server_that_returns_no_tokens_ends_the_run_with_the_remedy() -> None:
+    refusal = r"teacher\.writers: no answer for prompt a in 3 tries, .*; check that they serve the model"
+    with (
+        RewardServer(lambda body: reply(choices=[{"text": "x", "finish_reason": "stop"}])) as server,
+        pytest.raises(RunError, match=refusal),
+    ):
+        loop.wait(writer_at(server, num_common=None).write(PROMPT, max_tokens=6, seed=4))
 
 
 @dataclass
@@ -91,6 +104,13 @@ def test_samples_start_with_what_the_teacher_wrote() -> None:
     half = replace(WHOLE, min_ratio=0.5, max_ratio=0.5, num_prefixed=-1)
     group = taught(half, writer, Group(prompt=PROMPT, plan=PLAN))
     assert dict(group.plan.prefixes) == dict.fromkeys([("a", 0), ("a", 1)], Prefix(token_ids=(5, 6)))
+
+
+def test_an_answer_that_was_cut_goes_on_or_is_dropped() -> None:
+    group = taught(WHOLE, Writer((5, 6)), Group(prompt=PROMPT, plan=PLAN))
+    assert dict(group.plan.prefixes) == {("a", 0): Prefix(token_ids=(5, 6))}
+    group = taught(replace(WHOLE, on_long="drop"), Writer((5, 6)), Group(prompt=PROMPT, plan=PLAN))
+    assert not group.plan.prefixes
 
 
 def test_a_teacher_is_asked_only_for_what_is_missing() -> None:

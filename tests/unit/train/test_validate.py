@@ -1,6 +1,7 @@
 """What a validation reports: accuracy, whatever the rewards are, with numbers by hand."""
 
 import asyncio
+import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megarl.errors import RunError
 from megarl.host import loop
 from megarl.record.rollouts import read_answers
 from megarl.rewards.judge import Judged
-from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, generating
+from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
 from megarl.train.validate import Validator
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -197,3 +198,32 @@ def test_a_validation_of_which_nothing_is_heard(tmp_path: Path) -> None:
     result = validator.validate(3)
     assert (result.score, dict(result.metrics)) == (None, {})
     assert "15 of 15 answers could not be judged" in result.summary
+
+
+class Slow(World):
+    """A signal comes while the second prompt is answered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.monkeypatch, self.is_given_up = monkeypatch, False
+
+    async def sample(self, group: Group) -> None:
+        if group.prompt.uid == "q:1":
+            self.monkeypatch.setattr("megarl.rollout.source.last_stop_signal", lambda: signal.SIGUSR1)
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                self.is_given_up = True
+                raise
+        await super().sample(group)
+
+
+def test_a_signal_ends_a_validation_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than what is left before a time limit."""
+    monkeypatch.setattr("megarl.rollout.source.LOOK_S", 0.01)
+    world = Slow(monkeypatch)
+    with pytest.raises(SamplingStopped):
+        validator_of(world, tmp_path).validate(3)
+    loop.wait(loop.spawn(asyncio.sleep(0)))
+    assert world.is_given_up
+    assert not (tmp_path / "3.parquet").exists()
