@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.answers import Answers, response_decoder
 from megarl.data.chat import encode_chats
+from megarl.data.turns import InterTurnTokens
 from megarl.errors import DataError
 from megarl.types import Message
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -142,6 +143,49 @@ def test_one_end_for_all_that_trains() -> None:
     assert answers.stop_tokens.stop_token_ids == (2, 0)
     (warning,) = answers.warnings()
     assert re.match(r"model\.path: answers end with '<\|im_end\|>', .* other files name '<\|endoftext\|>'; ", warning)
+
+
+def test_the_next_speakers_mark_that_ends_an_answer_is_that_of_the_chat() -> None:
+    """As in GLM: after an answer that a tool follows, the policy writes <|observation|>."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True) for name in ("user", "observation", "assistant")])
+    user, observation = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    answers = Answers(tokenizer, declared=(0, user, observation))
+    chat = [QUESTION, answered("a"), Message(role="tool", content="t"), answered("b"), QUESTION]
+    ids, mask = answers.turns(chat, (1, 3), where="row")
+    trained = [token for token, trains in zip(ids, mask, strict=True) if trains]
+    assert trained == [ord("a") - 30, observation, ord("b") - 30, user]
+    assert answers.turns(chat, (1,), where="row")[0][-1] == observation
+    assert answers.demonstration([QUESTION], "a")[-1] == user
+
+
+def test_scorers_do_not_see_an_end_that_is_no_special_token() -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", special=False, normalized=False)])
+    tokenizer.chat_template = PHI
+    assert response_decoder(tokenizer)(Answers(tokenizer).demonstration([QUESTION], "42")) == "42"
+
+
+def test_a_conversation_goes_on_after_the_end_of_a_last_answer() -> None:
+    """As in gpt-oss: the last answer of a chat ends with another mark than those before it; one of both is enough."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("<|end|>", "<|return|>")])
+    end, last = tokenizer.convert_tokens_to_ids(["<|end|>", "<|return|>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert Answers(tokenizer).demonstration([QUESTION], "2")[-1] == last
+    inter_turn = InterTurnTokens(tokenizer)
+    following = inter_turn.between([QUESTION], last_token=end)
+    assert following == ids_of(tokenizer, f"<|im_start|>user\n{QUESTION.content}<|end|><|im_start|>assistant\n")
+    assert inter_turn.between([QUESTION], last_token=last) == following
+    assert inter_turn.between([QUESTION], last_token=40) == [end, *following]
 
 
 @pytest.mark.parametrize("kind", [*KINDS][::3])

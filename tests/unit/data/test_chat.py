@@ -24,7 +24,7 @@ from megarl.data.chat import (
 )
 from megarl.data.records import Message
 from megarl.data.vocabulary import check_vocabulary
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
 DATED = (
@@ -35,7 +35,21 @@ DATED = (
 
 
 QUESTION = (Message(role="user", content="1+1=?"),)
+LINE_FEED = 201
+
 DIGIT_1, PLUS, EQUALS, QUESTION_MARK = ord("1") - 30, ord("+") - 30, ord("=") - 30, ord("?") - 30
+QUESTION_IDS = [
+    *(1, 259, LINE_FEED),
+    *(DIGIT_1, PLUS, DIGIT_1, EQUALS, QUESTION_MARK, 2, LINE_FEED),
+    *(1, 260, LINE_FEED),
+]
+
+
+def test_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_chats(tokenizer, [QUESTION])[0] == QUESTION_IDS
+    other = (Message(role="user", content="1"),)
+    assert encode_chats(tokenizer, [QUESTION, other])[0] == QUESTION_IDS
+    assert encode_chats(tokenizer, [other]) == [[1, 259, LINE_FEED, DIGIT_1, 2, LINE_FEED, 1, 260, LINE_FEED]]
 
 
 def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,10 +126,28 @@ def test_arguments_are_part_of_the_template(tmp_path: Path, arguments: dict[str,
     assert rendered(tmp_path, QWEN3, **arguments) == chat + opening
 
 
+def test_an_argument_adds_nothing_else(tmp_path: Path) -> None:
+    """The template's own white space stays, with arguments and without."""
+    end = ": 1+1=?<|im_end|>"
+    assert rendered(tmp_path, DATED).replace("26 Jul 2024", "Monday").endswith(end)
+    assert rendered(tmp_path, DATED, date_string="Monday") == rendered(tmp_path, DATED).replace("26 Jul 2024", "Monday")
+
+
 @pytest.mark.parametrize(
-    ("written", "thought", "inserted"),
-    [("{{ m.content }}", "", "<think>\n\n</think>\n\n"), ("{{ m.content | trim }}", "<think>\n", "")],
+    ("value", "written"),
+    [
+        ('it\'s %} "quoted" \\ and\nädd', '"it\'s %} \\"quoted\\" \\\\ and\\nädd"'),
+        ({"a": [1, -2.5, None, True]}, '{"a": [1, -2.5, null, true]}'),
+        (1e-07, "1e-07"),
+    ],
 )
+def test_arguments_of_every_json_type(tmp_path: Path, value: Any, written: str) -> None:
+    assert rendered(tmp_path, "{{ x | tojson }}{{ messages[0].content }}", x=value) == written + "1+1=?"
+
+
+@pytest.mark.parametrize("written", ["{{ m.content }}", "{{ m.content | trim }}"], ids=["as it is", "stripped"])
+@pytest.mark.parametrize("thought", ["", "<think>\n"], ids=["plain", "opened"])
+@pytest.mark.parametrize("inserted", ["", "<think>\n\n</think>\n\n"], ids=["plain", "inserted"])
 def test_a_prefill_is_continued_as_the_policy_would_have_begun(written: str, thought: str, inserted: str) -> None:
     """Whether the template strips answers, opens a thought, or writes an empty one before a last answer."""
     tokenizer = make_byte_tokenizer()
@@ -148,6 +180,15 @@ def test_arguments_that_the_template_never_reads(tmp_path: Path) -> None:
 def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
     message = r"row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"
     assert re.match(message, str(long_prompt_error("row 5", len(encode_chats(tokenizer, [QUESTION])[0]), 12)))
+
+
+def test_demonstration_ends_in_eos_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    expected = [DIGIT_1, 2]
+    assert Answers(tokenizer).demonstration(QUESTION, "1") == expected
+    assert Answers(tokenizer).demonstration(QUESTION, "1<|im_end|>") == expected
+    for target in ("1<|im_end|>1", "1<|im_end|><|im_end|>", "<|im_end|>", ""):
+        with pytest.raises(DataError, match=r"row 3: the target is .* nowhere but at its end"):
+            Answers(tokenizer).demonstration(QUESTION, target, where="row 3")
 
 
 def test_texts_of_tokens_join_to_the_whole() -> None:

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.schema import DataConfig, EnvironmentConfig
+from megarl.config.algo import DemonstrationConfig
+from megarl.config.schema import DataConfig, EnvironmentConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
@@ -55,21 +56,37 @@ REFUSED = {
     "tools": TOOLS,
     "functions": json.dumps(TOOLS),
     "tool_list": ["add"],
+    "available_tools": TOOLS,
     "images": ["a.png"],
+    "image": {"path": "a.png"},
+    "image_path": "a.png",
     "image_url": "file:a.png",
+    "image_paths": ["a.png"],
+    "images_base64": ["iVBORw0KGgo="],
     "tool_schemas": TOOLS,
+    "tools_json": json.dumps(TOOLS),
     "multi_modal_data": {"image": ["a.png"]},
     "videos": ["a.mp4"],
+    "audio": "a.wav",
     "chat_template_kwargs": {"enable_thinking": False},
+    "enable_thinking": False,
     "documents": [{"title": "Sums", "text": "1+1 is 2"}],
     "history": [["1+0", "1"]],
+    "system_prompt": "Be brief.",
     "agent_name": "tool_agent",
 }
+# What only completes a prompt beside a column of this name.
+COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
+
 TURN_KEYS = {
     "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
     "images": ["a.png"],
+    "audio": {"id": "a"},
     "documents": ["1+1 is 2"],
+    "tools": TOOLS,
     "thought": "1+1",
+    "reasoning_details": [{"text": "1+1"}],
+    "refusal": "No.",
     "channel": "analysis",
     "recipient": "functions.add",
     "prefix": True,
@@ -97,6 +114,18 @@ def test_columns_that_nobody_reads_are_refused(
             read(written(path, {**row, "prompt": "1+1", name: empty}), tokenizer, form)
         with pytest.raises(DataError, match=rf"x\.jsonl row 0: {name} is not read here; "):
             read(written(path, {**row, "prompt": "1+1", name: REFUSED[name]}), tokenizer, form)
+
+
+@pytest.mark.parametrize("name", COMPLETING)
+def test_columns_that_complete_a_prompt_are_refused(
+    name: str, command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), form, path = command, DataConfig(prompt_key=name), tmp_path / "x.jsonl"
+    for each in COMPLETING[name]:
+        plain = read(written(path, {**row, "prompt": "1+1", each: "Hello"}), tokenizer, DataConfig())
+        assert read(written(path, {**row, name: "1+1", each: ""}), tokenizer, form) == plain
+        with pytest.raises(DataError, match=rf"x\.jsonl row 0: {each} is not read here; write it into the prompt, or "):
+            read(written(path, {**row, name: "1+1", each: "Hello"}), tokenizer, form)
 
 
 def test_what_a_turn_holds_besides_its_text_is_refused(
@@ -157,14 +186,38 @@ def test_prompts_that_ask_for_tools_need_an_environment(tokenizer: PreTrainedTok
     assert len(PromptDataset([path], tokenizer, DataConfig(), environment=settings)) == 1
 
 
+def test_every_command_reads_chats_in_sharegpts_form(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), path, form = command, tmp_path / "x.jsonl", DataConfig()
+    plain = read(written(path, {**row, "prompt": "1+1"}), tokenizer, form)
+    assert read(written(path, {**row, "prompt": [{"from": "human", "value": "1+1"}]}), tokenizer, form) == plain
+    with pytest.raises(DataError, match=r"prompt\[0\]: from is 'bing', expected one of"):
+        read(written(path, {**row, "prompt": [{"from": "bing", "value": "1+1"}]}), tokenizer, form)
+
+
+def test_no_command_reads_blank_questions(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), system = command, {"role": "system", "content": "Be brief."}
+    for turns in ([], [system]):
+        path = written(tmp_path / "x.jsonl", {**row, "prompt": [*turns, {"role": "user", "content": " \n"}]})
+        with pytest.raises(DataError, match=r"x\.jsonl row 0: the turns before the answer are blank, expected a quest"):
+            read(path, tokenizer, DataConfig())
+
+
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+# By what a column of Parquet holds: its type, what counts as nothing, and a value.
 # By what a column of Parquet holds: its type, what counts as nothing, and a value.
 KINDS: dict[str, tuple[pa.DataType, list[Any], Any]] = {
     "images": (pa.list_(IMAGE), [None, []], [{"bytes": b"\x89PNG", "path": None}]),
     "an image": (IMAGE, [None], {"bytes": None, "path": "a.png"}),
+    "bytes": (pa.list_(pa.binary()), [None, []], [b"\xff"]),
     "names": (pa.string(), [None, "", " [] ", "{}"], "a.png"),
+    "a map": (pa.map_(pa.string(), pa.string()), [None, []], [("a", "b")]),
     "maps": (pa.list_(pa.struct([("of", pa.map_(pa.string(), pa.string()))])), [None, []], [{"of": [("a", "b")]}]),
     "a switch": (pa.bool_(), [None], False),
+    "nothing": (pa.null(), [None], None),
 }
 
 
@@ -181,6 +234,35 @@ def test_unread_columns_of_any_type_are_found_in_parquet(kind: str, tmp_path: Pa
         else:
             with pytest.raises(DataError, match=r"x\.parquet row 137: images is not read here; "):
                 RowFiles([path], columns=("prompt",))
+
+
+def test_images_are_not_read_before_they_are_refused(tmp_path: Path) -> None:
+    path, images = tmp_path / "x.parquet", [[{"bytes": bytes([i]) * 100_000, "path": None}] for i in range(100)]
+    pq.write_table(pa.table({"prompt": ["q"] * 100, "images": pa.array(images, pa.list_(IMAGE))}), path)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.system_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(DataError, match=r"row 0: images is not read here; "):
+            RowFiles([path], columns=("prompt",))
+    finally:
+        pa.set_memory_pool(before)
+    assert 0 < pool.max_memory() < 1_000_000
+
+
+def test_a_column_that_a_setting_names_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", {"image": "a picture in words"})
+    assert list(RowFiles([path], columns=("image",))) == [{"image": "a picture in words"}]
+
+
+def test_the_column_of_prompts_has_the_name_that_a_setting_gives_it(
+    command: tuple[Reader, dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (read, row), path = command, tmp_path / "x.jsonl"
+    plain = read(written(path, {**row, "prompt": "1+1"}), tokenizer, DataConfig())
+    named = DataConfig(prompt_key="question")
+    assert read(written(path, {**row, "question": "1+1", "prompt": "2+2"}), tokenizer, named) == plain
+    with pytest.raises(DataError, match="question"):
+        read(written(path, {**row, "prompt": "2+2"}), tokenizer, named)
 
 
 def test_system_turns_of_columns_and_settings(
@@ -210,3 +292,42 @@ def test_prompts_do_not_end_with_an_answer(
     path = written(tmp_path / "x.jsonl", {**row, "prompt": chat})
     with pytest.raises(DataError, match=r"row 0: .* ends with the assistant's turn 'It is 2', .*data\.prefill=true"):
         read(path, tokenizer, DataConfig())
+
+
+def test_a_prefill_is_continued(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    row = READERS["train"][1] | {
+        "prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "1 + 1 ="}],
+        "target": [{"role": "assistant", "content": " 2"}],
+    }
+    plain = {**row, "prompt": "1+1"}
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (plain, row, plain)))
+    data = PromptDataset([path], tokenizer, DataConfig(prefill=True), demonstrations=DemonstrationConfig())
+    opening = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    texts = [tokenizer.decode(list(data[i].token_ids)) for i in range(3)]
+    assert texts == [opening, opening + "1 + 1 =", opening]
+    assert tokenizer.decode(list(data[1].demonstration_ids)) == " 2<|im_end|>"
+
+
+def test_whole_chats_are_looked_through(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Every command refuses a turn that its template leaves out, also one before the first of several answers."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    for read, row in READERS.values():
+        path = written(tmp_path / "x.jsonl", {**row, "prompt": turns})
+        with pytest.raises(DataError, match=r"row 0: turn 0: .* leaves out the text of the role 'developer'"):
+            read(path, tokenizer, DataConfig())
+    answer = {"role": "assistant", "content": "2"}
+    path = written(tmp_path / "x.jsonl", {"messages": [turns[1], answer, *turns, answer]})
+    for train_on in ("all", "each", "last", "every_token"):
+        with pytest.raises(DataError, match=r"row 0: turn 2: .* leaves out the text of the role 'developer'"):
+            SftDataset(
+                [path],
+                tokenizer,
+                max_prompt_tokens=400,
+                max_response_tokens=99,
+                settings=SftConfig(train_on=train_on),
+            )

@@ -44,11 +44,25 @@ def test_rows_by_index_and_in_order(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_reads_only_the_wanted_columns(tmp_path: Path, suffix: str) -> None:
+    write = write_jsonl if suffix == ".jsonl" else write_parquet
+    files = RowFiles([write(tmp_path / f"x{suffix}", ROWS)], columns=("b", "absent"))
+    assert files[3] == {"b": "text 3"}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_missing_column_is_named_with_those_there_are(tmp_path: Path, suffix: str) -> None:
     write = write_jsonl if suffix == ".jsonl" else write_parquet
     path = write(tmp_path / f"x{suffix}", ROWS)
     with pytest.raises(DataError, match=r"x\.\w+: column 'prompt' is missing; there are: a, b"):
         RowFiles([path], columns=("prompt",), required=("prompt",))
+
+
+def test_jsonl_skips_empty_lines_and_keeps_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes('{"a": "é"}\n\n   \n{"a": "漢"}\r\n'.encode())
+    files = RowFiles([path], columns=("a",))
+    assert list(files) == [{"a": "é"}, {"a": "漢"}]
 
 
 @pytest.mark.parametrize(("line", "what"), [("{oops", "not valid JSON"), ("[1]", "got list, .*; write one in each")])
@@ -71,12 +85,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 # What JavaScript writes of a text that was cut within 😀, at the positions of its two halves.
+# What JavaScript writes of a text that was cut within 😀, at the positions of its two halves.
 @pytest.mark.parametrize(
     ("line", "found"),
     [
         (rb'{"a": "I am happy \ud83d"}', r"a has '\\ud83d' at position 11,"),
-        (rb'{"a": "\ude00\ud83d"}', r"a has '\\ude00' at position 0,"),
-        (b'{"a": "raw \xed\xa0\xbd"}', r"a has '\\ud83d' at position 4,"),
+        (rb'{"a": "\uDE00 first"}', r"a has '\\ude00' at position 0,"),
+        (rb'{"a": "\ude00\ud83d"}', r"a has '\\ude00' at position 0,"),  # the halves in the wrong order
+        (rb'{"a": "\ud83d\ude00\ude00"}', r"a has '\\ude00' at position 1,"),
+        (b'{"a": "raw \xed\xa0\xbd"}', r"a has '\\ud83d' at position 4,"),  # as CESU-8 encodes a half
         (rb'{"a": {"b": [1, {"c": "x\ud83d"}]}}', r"a\.b\[1\]\.c has '\\ud83d' at position 1,"),
         (rb'{"a": {"k\ud83d": 1}}', r"a key of a has '\\ud83d' at position 1,"),
     ],
@@ -90,14 +107,23 @@ def test_half_of_a_character_is_refused_with_its_row_and_place(tmp_path: Path, l
             read()
 
 
-@pytest.mark.parametrize("name", ["shards", "shards.jsonl"])
+def test_whole_characters_however_written_are_no_halves(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    # An emoji, the same with capitals, the escape's own letters after a backslash, Korean, and a zero byte.
+    path.write_bytes(rb'{"a": "\ud83d\ude00 \uD83D\uDE00 \\ud83d \ud55c \u0000"}' + b"\n" + '{"a": "한😀"}\n'.encode())
+    assert [row["a"] for row in RowFiles([path], columns=("a",))] == ["😀 😀 \\ud83d 한 \0", "한😀"]
+
+
+@pytest.mark.parametrize("name", ["shards", "shards.parquet", "shards.jsonl"])
 def test_a_directory_is_no_file(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(DataError, match=rf"^{tmp_path / name}: is a directory, .*; name the files themselves$"):
         RowFiles([tmp_path / name], columns=("prompt",))
 
 
-@pytest.mark.parametrize(("kind", "stored_as"), [(pa.float16(), np.float16), (pa.float32(), np.float32)])
+@pytest.mark.parametrize(
+    ("kind", "stored_as"), [(pa.float16(), np.float16), (pa.float32(), np.float32), (pa.float64(), np.float64)]
+)
 def test_numbers_are_read_as_the_decimals_that_were_written(kind: pa.DataType, stored_as: Any, tmp_path: Path) -> None:
     """At any depth, whatever the width in which a file stores them."""
     values = [0.1, 2.75, None, 2.0**-12]
@@ -159,3 +185,12 @@ def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "b": latin1}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match=r"x\.parquet row 1: b has a text that is not UTF-8 \(.* at byte 3\)"):
         list(RowFiles([tmp_path / "x.parquet"], columns=("a", "b")))
+
+
+def test_parquet_maps_are_mappings(tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    pq.write_table(pa.table({"a": pa.array([[("x", "1")], [("x", "1"), ("x", "2")]], kind)}), tmp_path / "x.parquet")
+    files = RowFiles([tmp_path / "x.parquet"], columns=("a",))
+    assert files[0] == {"a": {"x": "1"}}
+    with pytest.raises(DataError, match=r"x\.parquet row 1: a has a map with one key twice;"):
+        files[1]

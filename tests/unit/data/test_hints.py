@@ -75,6 +75,11 @@ def placed(
     return HintPlacer(tokenizer, cfg, max_prompt_tokens=max_prompt_tokens).place(question)
 
 
+def text_of(tokenizer: PreTrainedTokenizerBase, hinted: HintedPrompt) -> str:
+    text: str = tokenizer.decode(hinted.token_ids)
+    return text
+
+
 def make_row(prompt_ids: Any, response_ids: Any, uid: str = "q:0", sample_index: int = 0) -> Row:
     return Row(
         uid=uid,
@@ -116,6 +121,22 @@ def slow_tokenizer() -> PreTrainedTokenizerBase:
 TOKENIZERS = [make_byte_tokenizer, merging_tokenizer, slow_tokenizer]
 
 
+def test_tools_stand_in_the_hinted_prompt_as_in_the_plain_one() -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | length }} tools: {{ tools[0].function.name }}\n{% endif %}"
+        + str(tokenizer.chat_template)
+    )
+    tools = {"shop": [{"type": "function", "function": {"name": "buy", "description": "Buy.", "parameters": {}}}]}
+    placer = HintPlacer(tokenizer, LINE, max_prompt_tokens=999, tools_of=tools.__getitem__)
+    question = asked(tokenizer, "1+2=?")
+    plain, talking = (
+        text_of(tokenizer, placer.place(each)) for each in (question, replace(question, environment="shop"))
+    )
+    assert "1+2=3" in plain
+    assert talking == f"1 tools: buy\n{plain}"
+
+
 # --- texts
 
 
@@ -136,10 +157,13 @@ def test_a_prompt_without_a_hint(tokenizer: PreTrainedTokenizerBase, extra_info:
 @pytest.mark.parametrize(
     ("place", "template", "expected"),
     [
+        # Without a template, a blank line is between the hint and the other text.
         ("before_question", None, ("system:Add.", "1", "2", "1+2=3\n\n1+2=?")),
         ("after_question", None, ("system:Add.", "1", "2", "1+2=?\n\n1+2=3")),
         ("system", None, ("system:Add.\n\n1+2=3", "1", "2", "1+2=?")),
+        ("user_turn", None, ("system:Add.", "1", "2", "1+2=3\n\n1+2=?")),
         ("before_question", "Hint: {hint}\n", ("system:Add.", "1", "2", "Hint: 1+2=3\n1+2=?")),
+        ("after_question", "\n{hint}!", ("system:Add.", "1", "2", "1+2=?\n1+2=3!")),
         ("system", " {hint}", ("system:Add. 1+2=3", "1", "2", "1+2=?")),
         ("user_turn", "A: {hint}\nQ: {question} {question}.", ("system:Add.", "1", "2", "A: 1+2=3\nQ: 1+2=? 1+2=?.")),
     ],
@@ -278,6 +302,22 @@ def test_packed_golden() -> None:
         assert np.array_equal(hinted.token_ids[hinted.num_prompt_tokens :], row.token_ids[row.num_prompt_tokens :])
 
 
+def test_rows_of_a_group_have_one_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    """However long their responses are."""
+    question = asked(tokenizer, "1+2=?", hint="12345678")
+    rows = [make_row(question.token_ids, [51] * n, sample_index=n) for n in (0, 1, 5, 20)]
+    limit = len(question.token_ids) + len("Hint: \n") + 3
+    got = hinted_rows(rows, {"q:0": placed(tokenizer, question, max_prompt_tokens=limit)})
+    assert {p.text[1] for p in got.prompts} == {"12345678"[: got.prompts[0].num_hint_tokens]}
+    assert len({row.num_prompt_tokens for row in got.rows}) == 1
+    assert all(row.num_prompt_tokens <= limit for row in got.rows)
+    for row, hinted in zip(rows, got.rows, strict=True):
+        assert hinted.label == row.label
+        assert hinted.token_ids[hinted.num_prompt_tokens :].tolist() == [51] * row.num_response_tokens
+        assert hinted.loss_mask.tolist() == row.loss_mask.tolist()
+        assert not hinted.quantities
+
+
 # --- rows
 
 
@@ -350,9 +390,70 @@ def test_a_hint_that_is_no_text() -> None:
         hint_text(prompt(gold_solution=3), HintConfig())
 
 
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("question", ["What is 2+2?", "\nWhat is 2+2?", "  hello", "{hint}", "\n\n"])
+def test_a_question_may_begin_with_white_space(make: Any, question: str) -> None:
+    tokenizer = make()
+    found = placed(tokenizer, asked(tokenizer, question))
+    assert found.missing is None
+    assert text_of(tokenizer, found) == (
+        f"<|im_start|>user\nHint: 1+2=3\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert found.text[1] == "1+2=3"
+
+
+def test_the_tokens_are_those_of_the_whole_text() -> None:
+    """Two line feeds are one token, whether they come from the template, the hint or the question."""
+    tokenizer = merging_tokenizer()
+    merged = tokenizer.convert_tokens_to_ids("ĊĊ")
+    found = placed(tokenizer, asked(tokenizer, "\nWhy?", hint="\nBecause."))
+    assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("Hint: \nBecause.\n\nWhy?")])[0]
+    found = placed(tokenizer, asked(tokenizer, "Why?", hint="\nBecause."), HintConfig(template="{hint}"))
+    assert merged in found.token_ids
+    assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("\nBecause.Why?")])[0]
+
+
 def test_a_system_turn_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
     found = placed(tokenizer, asked(tokenizer, "1+2=?"), HintConfig(place="system"))
     assert found.token_ids.tolist() == encode_chats(tokenizer, [chat("system:1+2=3", "1+2=?")])[0]
+
+
+def test_texts_that_look_like_places(tokenizer: PreTrainedTokenizerBase) -> None:
+    question = asked(tokenizer, "What is {hint}?", hint="A {question}")
+    found = placed(tokenizer, question, HintConfig(place="user_turn", template="{hint}\n{question}"))
+    assert text_of(tokenizer, found).startswith("<|im_start|>user\nA {question}\nWhat is {hint}?<|im_end|>")
+
+
+# Templates as model families have them, cut to what matters here.
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
+TRIMMED = (
+    "<|endoftext|>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_start|>\n\n{{ m['content'] | trim }}"
+    "<|im_end|>{% endfor %}"
+)
+BRACKETS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{{ m['content'] }}[/INST]"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+)
+BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (DEFAULT_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n Six?\n 1+5=? <|im_end|>\n"),
+        (TRIMMED, "<|endoftext|><|im_start|>user<|im_start|>\n\nSix?\n 1+5=?<|im_end|>"),
+        (BRACKETS, "[INST] Six?\n 1+5=? [/INST]"),
+        (BARE, " Six?\n 1+5=? "),
+    ],
+)
+def test_any_template_has_a_place(template: str, expected: str) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = template
+    question = asked(tokenizer, " 1+5=? ", hint=" Six?")
+    assert text_of(tokenizer, placed(tokenizer, question, HintConfig(template="{hint}\n"))) == expected
 
 
 def test_metrics_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -401,6 +502,22 @@ def test_prompts_without_a_place(tokenizer: PreTrainedTokenizerBase, template: s
         placed(other, question, HintConfig(on_missing="error"))
 
 
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_hint_leaves_room(make: Any) -> None:
+    """Whatever the prompt and the template need is not the hint's."""
+    tokenizer = make()
+    question = asked(tokenizer, "1+2=?", hint="12345678")
+    empty = len(encode_chats(tokenizer, [chat("Hint: \n1+2=?")])[0])
+    for room in range(10):
+        found = placed(tokenizer, question, max_prompt_tokens=empty + room)
+        assert found.num_hint_tokens == min(room, 8)
+        assert found.is_cut == (0 < room < 8)
+        assert found.missing is (None if room else Missing.NO_ROOM)
+        assert len(found.token_ids) <= empty + room
+    with pytest.raises(DataError, match=r"prompt and hint may have 3 tokens, which is what actor\.micro_batch_tokens"):
+        placed(tokenizer, question, replace(LINE, on_missing="error"), max_prompt_tokens=3)
+
+
 def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = HintConfig(source="demonstration")
     assert hint_text(replace(prompt(solution="1+2"), target="1+2=3\n3"), cfg) == "1+2=3\n3"
@@ -409,6 +526,13 @@ def test_text_of_a_demonstration(tokenizer: PreTrainedTokenizerBase) -> None:
     missing = r"expected text in the column data\.target_key \(algo\.cpo\.hint\.source=demonstration\)"
     with pytest.raises(DataError, match=missing):
         placed(tokenizer, bare, replace(cfg, on_missing="error"))
+
+
+def test_text_of_a_named_field() -> None:
+    """As verl's GSM8K files have it."""
+    gsm8k = prompt(answer="2+2 = 4\n#### 4", gold_solution="other")
+    assert hint_text(gsm8k, HintConfig(field="answer")) == "2+2 = 4\n#### 4"
+    assert hint_text(gsm8k, HintConfig(field="solution")) is None
 
 
 def test_text_of_a_solution_and_of_an_answer() -> None:

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from megarl.config.algo import DemonstrationConfig
+from megarl.config.generation import Sampling
 from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
@@ -24,7 +26,9 @@ from megarl.data.preferences import ResponsePairDataset, mismatched_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.records import parse_prompt, prompt_columns
 from megarl.errors import DataError
-from megarl.types import Message
+from megarl.rollout.source import Prefix, SamplingPlan
+from megarl.rollout.vllm_source import _begin
+from megarl.types import Message, row_from_sample
 from megarl.vision.reader import ImageInputs, ImageReader
 from megarl.vision.store import ImageStore
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -92,14 +96,20 @@ def chat(*parts: object) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     "row",
     [
+        {"prompt": LOOK, "images": [png()]},
         {"prompt": LOOK, "images": png()},
         {"prompt": LOOK, "images": [{"bytes": png(), "path": None}]},
         {"prompt": LOOK, "images": [{"bytes": None, "path": "red.png"}]},
+        {"prompt": LOOK, "images": "red.png"},
+        {"prompt": LOOK, "images": ["red.png"]},
         {"prompt": LOOK, "images": json.dumps(["red.png"])},
         {"prompt": LOOK, "images": [coded()]},
+        {"prompt": LOOK, "images": [{"bytes": coded()}]},
         {"prompt": LOOK, "images": [URL]},
+        {"prompt": [{"role": "user", "content": LOOK}], "images": [URL]},
         {"prompt": chat({"type": "text", "text": "look "}, {"type": "image"}, {"type": "text", "text": " here"})}
         | {"images": ["red.png"]},
+        {"prompt": chat({"type": "text", "text": LOOK}), "images": ["red.png"]},
         *(
             {"prompt": chat({"type": "text", "text": "look "}, part, {"type": "text", "text": " here"})}
             for part in (
@@ -115,16 +125,33 @@ def test_a_row_has_its_images_in_many_forms(tmp_path: Path, images: DataImages, 
     assert read(tmp_path, row, images) == (Message(role="user", content=LOOK, images=(digest(),)),)
 
 
+def test_images_come_in_the_order_of_their_marks(tmp_path: Path, images: DataImages) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{coded(2)}"}}
+    turns = [
+        {"role": "user", "content": "<image>"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [part, {"type": "text", "text": "and <image>"}]},
+    ]
+    messages = read(tmp_path, {"prompt": turns, "images": [coded(1), coded(3)]}, images)
+    assert [each.content for each in messages] == ["<image>", "yes", "<image>and <image>"]
+    assert [each.images for each in messages] == [(digest(1),), (), (digest(2), digest(3))]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": LOOK}, "its texts have 1 marks <image> for 0 images of images"),
+        ({"prompt": "look", "images": ["red.png"]}, "0 marks <image> for 1 images"),
         ({"prompt": LOOK, "images": ["red.png"] * 2}, "1 marks <image> for 2 images"),
+        ({"prompt": f"{LOOK} <image>", "images": ["red.png"]}, "2 marks <image> for 1 images"),
         ({"prompt": LOOK, "images": ["http://a/b.png"]}, r"images\[0\] is .*: a run fetches no images"),
+        ({"prompt": LOOK, "images": [{"path": "HTTPS://a/b.png"}]}, "a run fetches no images"),
         ({"prompt": chat({"type": "image_url", "image_url": {"url": "https://a"}})}, r"content\[0\] is .* no images"),
         ({"prompt": LOOK, "images": ["absent.png"]}, "neither a data URL nor base64 nor a file of"),
         ({"prompt": LOOK, "images": [7]}, "is 7, expected the bytes of an image"),
+        ({"prompt": LOOK, "images": [b"no image"]}, "does not open: cannot identify.*; expected a whole file of"),
         ({"prompt": LOOK, "images": [png()[:-30]]}, r"images\[0\]: the image does not open"),
+        ({"prompt": LOOK, "images": [b"%!PS-Adobe-3.0 EPSF-3.0\n"]}, "does not open"),
         ({"prompt": LOOK, "images": [png(0, 20, 11)]}, "20 × 11 pixels, more than data.max_image_pixels=200; raise it"),
         ({"prompt": chat({"type": "video", "video": "x"})}, "expected a part of type text, image or image_url"),
         (
@@ -167,7 +194,7 @@ def test_a_prompt_has_the_tokens_of_its_images(tmp_path: Path, images: DataImage
     assert images.reader.store.read(digest()) == png()
 
 
-@pytest.mark.parametrize("train_on", ["each", "every_token"])
+@pytest.mark.parametrize("train_on", ["all", "each", "last", "every_token"])
 def test_supervised_rows_show_images_and_never_train_them(tmp_path: Path, images: DataImages, train_on: str) -> None:
     turns = [
         {"role": "user", "content": "a <image>"},
@@ -198,6 +225,27 @@ def test_supervised_rows_show_images_and_never_train_them(tmp_path: Path, images
         assert not whole[shown[::2] - 1].any()
         trained = "".join(encoder.convert_ids_to_tokens(row.token_ids[whole])).replace("<|im_end|>", ".")
         assert trained.removesuffix("Ċ").endswith("one." if train_on == "each" and row is found[0] else "two.")
+
+
+def test_a_demonstration_follows_a_prompt_with_images(tmp_path: Path, images: DataImages) -> None:
+    """The sample that it begins shows the prompt's images; its own tokens are those that it has without any."""
+    row = {"answer": "1", "prompt": LOOK, "images": ["red.png"], "target": "it is <image>"}
+    rows, encoder = files(tmp_path, row), tokenizer()
+    asked = DemonstrationConfig(strategy="fixed", max_tokens=50)
+    (prompt,) = PromptDataset(rows.paths, encoder, FORM, images=images, demonstrations=asked)
+    assert list(prompt.demonstration_ids) == encoder("it is <image><|im_end|>")["input_ids"]
+    prefix = Prefix(token_ids=prompt.demonstration_ids, is_complete=True)
+    plan = SamplingPlan(
+        step=1,
+        num_samples=1,
+        sampling=Sampling(temperature=1.0),
+        max_response_tokens=50,
+        run_seed=0,
+        prefixes={(prompt.uid, 0): prefix},
+    )
+    made = row_from_sample(_begin(prompt, plan, 0))
+    assert [(each.digest, each.places.tolist()) for each in made.images] == [(digest(), [9, 10])]
+    assert made.token_ids.tolist() == [*prompt.token_ids, *prompt.demonstration_ids]
 
 
 IDS = """

@@ -2,12 +2,15 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
-from megarl.config.schema import WeightedFile
+from megarl.config.schema import DataConfig, WeightedFile
+from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import MixtureSampler, PromptSampler, prompt_sampler, train_files
 from megarl.errors import ConfigError, DataError
 
@@ -16,6 +19,23 @@ def mixture(
     sizes: list[int], weights: list[float], batch_size: int, *, seed: int = 0, shuffle: bool = True
 ) -> MixtureSampler:
     return MixtureSampler(sizes, weights, batch_size=batch_size, seed=seed, shuffle=shuffle)
+
+
+def test_shares_follow_the_weights() -> None:
+    sampler = mixture([10, 10], [1, 3], 4, shuffle=False)
+    # One row of the first set and three of the second in each batch of 4; rows of the second start at 10.
+    assert [sampler.next_batch() for _ in range(4)] == [
+        [0, 10, 11, 12],
+        [1, 13, 14, 15],
+        [2, 16, 17, 18],
+        [3, 19, 10, 11],
+    ]
+
+
+def test_a_fractional_share_alternates() -> None:
+    sampler = mixture([10, 10], [1, 1], 3, shuffle=False)
+    # Credits after each draw: the set with the larger credit is taken, the first on a tie: 0 1 0 | 1 0 1.
+    assert [sampler.next_batch() for _ in range(2)] == [[0, 1, 10], [2, 11, 12]]
 
 
 weights = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
@@ -63,6 +83,25 @@ def test_paths_alone_are_one_data_set() -> None:
     assert train_files(entries) == ("a", "b")
     sampler = prompt_sampler(entries, [6, 6], batch_size=4, seed=0, shuffle=False)
     assert sampler.next_batch() == [0, 6, 7, 8]
+
+
+def test_prompts_are_counted_by_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    def write(name: str, questions: list[str]) -> Path:
+        path = tmp_path / name
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": question}],
+                "data_source": "megarl/sums",
+                "reward_model": {"style": "rule", "ground_truth": "1"},
+            }
+            for question in questions
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    paths = [write("a.jsonl", ["1", "4444444", "2"]), write("b.jsonl", ["4444444"]), write("c.jsonl", ["1"])]
+    data = PromptDataset(paths, tokenizer, DataConfig(max_prompt_tokens=12, on_long_prompt="drop"))
+    assert data.num_prompts_by_file == [2, 0, 1]
 
 
 def test_state_of_other_data_is_refused() -> None:

@@ -20,6 +20,22 @@ def assert_partition(bins: Bins, num_rows: int) -> None:
     assert sorted(i for members in bins for i in members) == list(range(num_rows))
 
 
+def test_balance_is_largest_differencing() -> None:
+    # The textbook case: 8−7=1, 6−5=1, then 4−1=3, then 3−1=2. So 16 and 14, where greedy gives 17 and 13.
+    lengths = [4, 8, 5, 7, 6]
+    bins = balance(lengths, 2)
+    assert_partition(bins, 5)
+    assert sorted(totals(lengths, bins)) == [14, 16]
+
+
+@given(st.lists(st.integers(1, 60), min_size=64, max_size=200), st.integers(1, 8))
+def test_balance_is_within_three_percent_where_the_longest_row_allows(lengths: list[int], num_bins: int) -> None:
+    """Costs as FLOPs grow with length, linearly and by the square; there are at least eight rows per bin."""
+    costs = [200 * n + n * n for n in lengths]
+    sums = totals(costs, balance(costs, num_bins))
+    assert max(sums) <= max(1.03 * sum(costs) / num_bins, max(costs))
+
+
 @given(lengths_lists, st.integers(1, 12))
 def test_balance_properties(lengths: list[int], num_bins: int) -> None:
     bins = balance(lengths, num_bins)
@@ -34,11 +50,42 @@ def test_balance_properties(lengths: list[int], num_bins: int) -> None:
     assert balance(lengths, num_bins) == bins
 
 
+def test_micro_batches_by_hand() -> None:
+    # 21 tokens need three bins of 9: 6 | 5 | 4+3 | … 3 goes to the 4, the last 3 to the 5.
+    assert micro_batches([3, 6, 4, 5, 3], 9) == [[3, 4], [0, 2], [1]]
+    # 18 tokens would fit two bins of 9 by count, but of 6, 6, 6 no two fit together.
+    assert micro_batches([6, 6, 6], 9) == [[0], [1], [2]]
+    # Three of 4 in 12 tokens: one bin; more are used when asked for, the heaviest first.
+    assert micro_batches([4, 4, 4], 12) == [[0, 1, 2]]
+    assert micro_batches([4, 4, 4], 12, min_bins=2) == [[0, 2], [1]]
+    assert micro_batches([4], 12, min_bins=2) == [[0], []]
+
+
 def test_a_row_that_fits_no_micro_batch() -> None:
     with pytest.raises(ConfigError, match=r"row 1 has 10 tokens, actor.micro_batch_tokens is 9; set .* >= 10"):
         micro_batches([3, 10], 9)
     with pytest.raises(DataError, match="row 1 has 0 tokens"):
         micro_batches([3, 0], 9)
+
+
+@given(lengths_lists, st.integers(100, 400), st.integers(1, 8))
+def test_micro_batch_properties(lengths: list[int], max_tokens: int, min_bins: int) -> None:
+    bins = micro_batches(lengths, max_tokens, min_bins)
+    assert_partition(bins, len(lengths))
+    assert len(bins) >= min_bins
+    sums = totals(lengths, bins)
+    assert max(sums) <= max_tokens
+    assert sums == sorted(sums, reverse=True)
+    assert sum(not members for members in bins) == max(0, min_bins - len(lengths))
+    assert micro_batches(lengths, max_tokens, min_bins) == bins
+
+
+def test_plan_by_hand() -> None:
+    # Ranks: 9 and 5+4+1. The second needs two micro-batches of 9 tokens, so the first has two, one of them empty.
+    plan = plan_micro_batches([9, 1, 5, 4], 2, 9)
+    assert sorted(plan) == [[[0], []], [[2], [1, 3]]]
+    # By costs that weigh the 9 less, the ranks are 9+1 and 5+4.
+    assert sorted(plan_micro_batches([9, 1, 5, 4], 2, 9, costs=[8, 1, 5, 4])) == [[[0], [1]], [[2], [3]]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=8), st.integers(1, 4))
@@ -94,6 +141,20 @@ def test_plan_in_runs_by_hand() -> None:
     # What is saved may weigh less than the tokens: by costs of 6+5+5 and 6+6+5, the last row of the first prompt moves.
     savings = [0, 1, 1, 1, 0, 1]
     assert plan_micro_batches([6] * 6, 2, 13, shared=shared, savings=savings) == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_imbalance_by_hand() -> None:
+    # Ranks with 9 and 10 tokens, and costs of 81 and 42.
+    lengths = [9, 1, 5, 4]
+    plan = [[[0], []], [[1, 3], [2]]]
+    assert imbalance_metrics(plan, lengths, [n * n for n in lengths]) == {
+        "global_seqlen/mean": 9.5,
+        "global_seqlen/balanced_min": 9.0,
+        "global_seqlen/balanced_max": 10.0,
+        "global_seqlen/tokens_imbalance": 20 / 19,
+        "global_seqlen/flops_imbalance": 162 / 123,
+        "perf/shared_tokens_frac": 0.0,
+    }
 
 
 def test_plan_of_nothing() -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -66,6 +68,16 @@ def test_all_forms_mean_the_same_two_chats(
     assert (chosen.label, rejected.label) == ("pair:0/0", "pair:0/1")
 
 
+def test_rows_of_several_pairs_and_their_margins(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [{"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}", "margin": i / 2} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    data = dataset(tmp_path / "pairs.parquet", tokenizer)
+    assert len(data) == 3
+    rows = data.rows([2, 0])
+    assert [tokenizer.decode(row.token_ids).split("\n")[3][:2] for row in rows] == ["c2", "c0", "r2", "r0"]
+    assert [row.quantities["margin"].tolist() for row in rows] == [[1.0], [0.0], [0.0], [0.0]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -74,6 +86,9 @@ def test_all_forms_mean_the_same_two_chats(
         ({"rejected": 5}, r"rejected is int, expected a list of \{role, content\}"),
         ({"rejected": "4"}, "chosen and rejected are the same answer"),
         ({"rejected": [OTHER, answer("5")]}, r"rejected answers .*3\+3\?.*, expected the same prompt"),
+        ({"prompt": None}, r"chosen answers \[\], expected the same prompt in chosen, rejected and prompt"),
+        ({"margin": "1"}, "margin is '1', expected a finite number, or none"),
+        ({"margin": True}, "margin is True, expected a finite number"),
         ({"margin": float("inf")}, "margin is inf, expected a finite number"),
         ({"chosen": "4" * 90}, r"chosen: the conversation has 10[0-9] tokens, .* is 100; raise one of them"),
     ],
@@ -86,6 +101,11 @@ def test_a_bad_row_is_named(
         dataset(path, tokenizer)
 
 
+def test_files_without_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="column 'rejected' is missing"):
+        dataset(write(tmp_path / "pairs.jsonl", {"prompt": "p", "chosen": "4"}), tokenizer)
+
+
 # --- pairs for policies
 
 
@@ -94,6 +114,30 @@ def responses(
 ) -> ResponsePairDataset:
     limits = {"max_prompt_tokens": 50, "max_response_tokens": 50, **limits}
     return ResponsePairDataset([path], tokenizer, on_long=on_long, **limits)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_policies_see_a_prompt_and_two_responses(
+    form: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = responses(write(tmp_path / "pairs.jsonl", form), tokenizer)
+    assert len(data) == 1
+    for row, answered in zip(data.rows([0]), "45", strict=True):
+        prompt, response = row.token_ids[: row.num_prompt_tokens], row.token_ids[row.num_prompt_tokens :]
+        assert tokenizer.decode(prompt) == text(tokenizer, "").removesuffix("<|im_end|>\n")
+        # The end token is part of what is learnt, the line feed that the template writes after it is not.
+        assert tokenizer.decode(response) == f"{answered}<|im_end|>"
+        assert row.loss_mask.all()
+        assert row.quantities == {}
+    assert [row.label for row in data.rows([0])] == ["pair:0/0", "pair:0/1"]
+
+
+def test_chosen_responses_come_first(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [{"prompt": "2+2?", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)]
+    rows = responses(write(tmp_path / "pairs.jsonl", *pairs), tokenizer).rows([3, 1])
+    assert [row.uid for row in rows] == ["pair:3", "pair:1"] * 2
+    answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in rows]
+    assert answers == [f"{answered}<|im_end|>" for answered in ("3", "1", "3!", "1!")]
 
 
 def test_long_pairs_are_dropped_whole(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -49,6 +49,16 @@ def test_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     assert data.num_dropped == 0
 
 
+def test_the_text_of_a_target_is_read_where_hints_are_made_of_it(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", [row("1", target=[{"role": "assistant", "content": "1=1"}]), row("22")])
+    data = PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100), cpo=DEMONSTRATED)
+    assert [data[i].target for i in range(2)] == ["1=1", ""]
+    assert data[0].demonstration_ids == ()
+    assert PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))[0].target == ""
+
+
 def test_columns_of_demonstrations_and_hints_are_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = [
         row("1", worked="1=1", why="one", ease=-1, extra_info={}),
@@ -100,3 +110,12 @@ def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase
     ]
     with pytest.raises(DataError, match=r"all 3 prompts have more tokens than data.max_prompt_tokens=2"):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=2, on_long_prompt="drop"))
+
+
+def test_a_bad_row_stops_at_once(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("1"), row("2", reward_model={"style": "rule"})])
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: reward_model: ground_truth is missing"):
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))
+    path = write(tmp_path / "b.jsonl", [{"question": "1+1"}])
+    with pytest.raises(DataError, match=r"b\.jsonl: column 'prompt' is missing; there are: question"):
+        PromptDataset([path], tokenizer, DataConfig(max_prompt_tokens=100))

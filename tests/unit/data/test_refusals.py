@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.schema import DataConfig
 from megarl.data.chat import TemplateRefusal, render_chats, require_system_turn
 from megarl.data.demonstrations import SftDataset
+from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.turns import InterTurnTokens
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
 TURN = "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -36,11 +37,41 @@ def write(path: Path, *rows: dict[str, Any]) -> list[Path]:
 
 
 @pytest.mark.parametrize(
+    ("turns", "roles", "said"),
+    [
+        ([SYSTEM, USER], "'system', 'user'", "System role not supported"),
+        ([AGAIN, USER], "'user', 'user'", "Conversation roles must alternate"),
+    ],
+)
+def test_every_kind_of_file_names_the_row(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, turns: list[dict[str, str]], roles: str, said: str
+) -> None:
+    tokenizer.chat_template = STRICT
+    expected = rf"^\S+x\.jsonl row 1(: chosen)?: the chat template refuses the roles \[{roles}[^]]*\]: {said}; correct"
+    files = write(tmp_path / "x.jsonl", {**LABEL, "prompt": [USER]}, {**LABEL, "prompt": turns})
+    with pytest.raises(DataError, match=expected):
+        PromptDataset(files, tokenizer, DataConfig(max_prompt_tokens=100))
+    files = write(tmp_path / "x.jsonl", {"messages": [USER, ANSWER]}, {"messages": [*turns, ANSWER]})
+    with pytest.raises(DataError, match=expected):
+        SftDataset(files, tokenizer, max_prompt_tokens=100, max_response_tokens=100)
+    pair = {"chosen": "2", "rejected": "3"}
+    files = write(tmp_path / "x.jsonl", {**pair, "prompt": [USER]}, {**pair, "prompt": turns})
+    with pytest.raises(DataError, match=expected):
+        PreferenceDataset(files, tokenizer, max_tokens=100, on_long="error")
+    with pytest.raises(DataError, match=expected):
+        ResponsePairDataset(files, tokenizer, max_prompt_tokens=100, max_response_tokens=100, on_long="error")
+
+
+@pytest.mark.parametrize(
     ("expression", "said"),
     [
         ("'a' + 1", "TypeError: "),
         ("messages[0].content.missing.more", "'str object' has no attribute 'missing'"),
+        ("1 // (messages | length - 2)", "ZeroDivisionError: "),
         ("''.__class__.mro()", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("strftime_now('%d' % 1 + 1)", "TypeError: "),
+        ("'x'.encode('nope')", "LookupError: unknown encoding: nope"),
+        ("'%(x)s' % {}", "KeyError: 'x'"),
         ("raise_exception('two\\nlines')", "two lines;"),
     ],
 )
@@ -78,3 +109,9 @@ def test_replies_of_tools_are_tried_before_a_run(tokenizer: PreTrainedTokenizerB
         with pytest.raises(ConfigError, match=rf"^environment\.tool_role: .*{said}.*set .*user"):
             InterTurnTokens(tokenizer).require_reply("tool")
         InterTurnTokens(tokenizer).require_reply("user")
+
+
+def test_half_an_emoji_of_a_tool_reaches_the_policy_mended(tokenizer: PreTrainedTokenizerBase) -> None:
+    inter_turn = InterTurnTokens(tokenizer)
+    ids = inter_turn.between([Message(role="tool", content="so \ud83d")], last_token=0)
+    assert "so \ufffd" in tokenizer.decode(ids)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -131,6 +132,34 @@ def test_the_sequences_before_do_not_change_what_is_refused(name: str, tokenizer
         assert refuses(check, roles) == refuses(RoleCheck(tokenizer), roles)
 
 
+def test_many_sequences_of_roles_need_few_renderings(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, draw = list[object](), Random(0)
+    monkeypatch.setattr("megarl.data.roles.render_chats", lambda *a, **k: rendered.append(a) or render_chats(*a, **k))
+    check = RoleCheck(tokenizer)
+    for _ in range(1000):
+        roles = draw.choices(("user", "assistant", "tool"), k=draw.randint(4, 12))
+        check.require(chat((*draw.choice(((), ("system",))), *roles)), "row 0", whole=True)
+    assert 10 < len(rendered) < 200
+
+
+def test_a_sequence_of_roles_is_rendered_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    check = RoleCheck(tokenizer)
+    check.require(chat(("user", "assistant")), "row 0", whole=True)
+    tokenizer.chat_template = "nothing"
+    check.require(chat(("user", "assistant"), "Others."), "row 1", whole=True)
+    with pytest.raises(DataError, match=r"^row 2: turn 0: "):
+        check.require(chat(("user",)), "row 2", whole=True)
+
+
+def test_blank_turns_and_thoughts_of_earlier_answers_may_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = by_role({"user": IM, "assistant": UNTHOUGHT}, IM_PROMPT)
+    turns = [Message(role="system", content=" "), *chat(("user", "assistant", "user", "assistant"))]
+    turns[2] = Message(role="assistant", content="<think>Zq</think>so")
+    SpelledSpecialTokens(tokenizer).look(turns, "row 0", whole=True)
+
+
 WHY = "Why"
 THOUGHTS = (f"<think>{WHY}</think>3", f"{WHY}\n</think>\n\n3", f"So <think>\n{WHY}</think>3", f"[THINK]{WHY}[/THINK]3")
 
@@ -161,20 +190,36 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["<think>\n", "<think>", "<think>\n\n</think>\n\n"])
-def test_a_thought_is_opened_and_closed_once(ending: str, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("ending", ["<think>\n", "<think>", "</think>", "<think>\n\n</think>\n\n"])
+def test_a_thought_is_opened_and_closed_once(ending: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
-    question, answers = chat(("user",)), Answers(tokenizer)
-    for answer, goes_on in ANSWERS.items():
-        if "</think>" in ending:
-            with pytest.raises(DataError, match=r"^row 4: the answer is .* a thought that is closed already; remove"):
-                answers.demonstration(question, answer, where="row 4")
-        else:
-            text = tokenizer.decode(answers.demonstration(question, answer, where="row 4"))
-            assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == goes_on
+    question = chat(("user",))
+    if "</think>" in ending:
+        with pytest.raises(DataError, match=r"^row 4: the answer is .* a thought that is closed already; remove"):
+            Answers(tokenizer).demonstration(question, answer, where="row 4")
+        return
+    text = tokenizer.decode(Answers(tokenizer).demonstration(question, answer, where="row 4"))
+    assert text.removesuffix("<|im_end|>").lstrip(" \n" if ending == "<think>" else "") == ANSWERS[answer]
 
 
-@pytest.mark.parametrize("ending", ["", "<reasoning>"])
+@pytest.mark.parametrize("name", ["<think>\n", "<think>", "<reasoning>", "<seed:think>\n"])
+def test_an_answer_goes_on_with_the_thought_that_the_prompt_opens(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = looped(IM, IM_PROMPT + name)
+    question, closing = chat(("user",)), name.strip().replace("<", "</")
+    for answer in (f"{closing}\n\n3", f"\n{closing}3", f"1+2=3{closing}3"):
+        assert tokenizer.decode(Answers(tokenizer).demonstration(question, answer)).startswith(answer)
+    for answer in ("3", "<thoughts>1+2</thoughts>3", "In <think> tags: 3"):
+        said = rf"^row 5: the answer is .* ends with .*{name.strip()}.*; begin it with {closing} or .* or let "
+        with pytest.raises(DataError, match=said):
+            Answers(tokenizer).demonstration(question, answer, where="row 5")
+        with pytest.raises(DataError, match=r"^row 5: turn 1: the answer is .*, so that "):
+            Answers(tokenizer).turns([*question, Message(role="assistant", content=answer)], [1], where="row 5")
+
+
+@pytest.mark.parametrize("ending", ["", "<think>\n", "<reasoning>"])
 def test_a_target_ends_the_thought_within_which_the_prefill_stops(
     ending: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -193,6 +238,13 @@ def test_a_target_ends_the_thought_within_which_the_prefill_stops(
     for answer in (": 3", f"{name}3{closing}3"):
         with pytest.raises(DataError, match=rf"^row 6: the answer is .* never ends; begin it with {closing}"):
             Answers(tokenizer).demonstration([*chat(("user",)), begun], answer, where="row 6")
+
+
+@pytest.mark.parametrize("ending", ["</think>", "<think>\n\n</think>\n\n"])
+def test_an_empty_thought_is_not_written_a_second_time(ending: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = looped(IM, IM_PROMPT + ending)
+    ids = Answers(tokenizer).demonstration(chat(("user",)), "<think>\n\n</think>\n\nIn <think> tags.")
+    assert tokenizer.decode(ids) == "In <think> tags.<|im_end|>"
 
 
 def test_whole_chats_open_a_thought_once(tokenizer: PreTrainedTokenizerBase) -> None:

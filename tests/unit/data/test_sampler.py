@@ -1,11 +1,30 @@
 """The order of rows: complete epochs, no row twice in a batch, exact resume."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sampler import PromptSampler
 from megarl.errors import ConfigError, DataError
+
+
+def test_without_shuffle_batches_run_across_epochs() -> None:
+    sampler = PromptSampler(5, 3, seed=0, shuffle=False)
+    assert [sampler.next_batch() for _ in range(2)] == [[0, 1, 2], [3, 4, 0]]
+    assert sampler.epoch == 1
+    assert [sampler.next_batch() for _ in range(3)] == [[1, 2, 3], [4, 0, 1], [2, 3, 4]]
+
+
+def test_rows_of_an_unfinished_batch_come_later_in_the_next_epoch() -> None:
+    sampler = PromptSampler(3, 2, seed=0, shuffle=False)
+    # Epoch 1 would start with 0, 1, 2 after the held row 2: [2, 0], then [1, 2].
+    assert [sampler.next_batch() for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    sampler = PromptSampler(4, 3, seed=0, shuffle=False)
+    # 3 is held, so 0 and 1 complete the batch and 2, 3 are left; they are held, so epoch 2 starts with 0.
+    assert [sampler.next_batch() for _ in range(4)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0], [1, 2, 3]]
+
 
 sizes = st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -35,6 +54,19 @@ def test_resume_is_exact(size: tuple[int, int], seed: int, num_batches: int) -> 
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert [resumed.next_batch() for _ in range(20)] == [sampler.next_batch() for _ in range(20)]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first = PromptSampler(100, 100, seed=0)
+    epochs = [tuple(first.next_batch()) for _ in range(5)]
+    other = tuple(PromptSampler(100, 100, seed=1).next_batch())
+    assert len({*epochs, other, tuple(range(100))}) == 7
+
+
+def test_the_first_row_is_uniform() -> None:
+    counts = Counter(PromptSampler(4, 1, seed=seed).next_batch()[0] for seed in range(400))
+    # Binomial(400, 1/4) has mean 100 and standard deviation 8.7; five of them.
+    assert all(56 < counts[index] < 144 for index in range(4))
 
 
 @pytest.mark.parametrize("batch_size", [0, 4])

@@ -80,6 +80,15 @@ FAMILIES = {
         end="<end_of_turn>",
         stops=("<end_of_turn>", "<eos>"),
     ),
+    "Mistral": Family(
+        template="<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('roles') }}{% endif %}"
+        "{% endfor %}",
+        eos="</s>",
+        declared=("</s>",),
+        end="</s>",
+        stops=("</s>",),
+    ),
     "Llama 2, which writes a space before the end": Family(
         template="{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
         "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}",
@@ -95,6 +104,20 @@ FAMILIES = {
         declared=("<|endoftext|>", "<|end|>", "<|assistant|>"),
         end="<|end|>",
         stops=("<|end|>", "<|endoftext|>", "<|assistant|>"),
+    ),
+    "DeepSeek": Family(
+        template="{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}"
+        "<|Assistant|>{{ m.content }}<\uff5cend\u2581of\u2581sentence\uff5c>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+        eos="<\uff5cend\u2581of\u2581sentence\uff5c>",
+        end="<\uff5cend\u2581of\u2581sentence\uff5c>",
+        stops=("<\uff5cend\u2581of\u2581sentence\uff5c>",),
+    ),
+    "a chat that must begin with a system turn": Family(
+        template="{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + CHATML,
+        eos="<|endoftext|>",
+        end="<|im_end|>",
+        stops=("<|im_end|>", "<|endoftext|>"),
     ),
     "GLM 4": Family(
         template="[gMASK]<sop>" + UNMARKED,
@@ -113,11 +136,23 @@ FAMILIES = {
         end="<|endoftext|>",
         stops=("<|endoftext|>",),
     ),
+    "plain text with a prompt that nobody asked for": Family(
+        template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+        eos="<|endoftext|>",
+        end="<|endoftext|>",
+        stops=("<|endoftext|>",),
+    ),
     "marks of speakers with a prompt that nobody asked for": Family(
         template=UNMARKED.replace("{% if add_generation_prompt %}", "{% if true %}"),
         eos="</s>",
         end="</s>",
         stops=("</s>",),
+    ),
+    "ChatML with a prompt that nobody asked for": Family(
+        template=CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"),
+        eos="<|endoftext|>",
+        end="<|im_end|>",
+        stops=("<|im_end|>", "<|endoftext|>"),
     ),
     "a template of questions alone": Family(
         template="{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}",
@@ -177,12 +212,29 @@ def test_an_end_that_is_no_token_needs_a_setting() -> None:
     assert not ends.are_at_end_of([])
 
 
+def test_what_the_user_sets_ends_responses_too() -> None:
+    ends = by_template(CHATML, stop_token_ids=(7, 2))
+    assert (ends.token_ids, ends.declared, ends.stop_token_ids) == ((2,), (2,), (2, 7))
+    # A next speaker's mark that no file declares.
+    tokenizer = tokenizer_of(FAMILIES["GLM 4"])
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert stop_tokens_of(tokenizer, answer_form(tokenizer), stop_token_ids=(user,)).token_ids == (user,)
+
+
+def test_an_end_beyond_the_vocabulary_is_kept() -> None:
+    """Some configurations name tokens that their tokenizer lacks; engines cannot write them either."""
+    assert by_template(CHATML, declared=(151645,)).names == ("<|im_end|>", "token 151645")
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         ({}, ()),
+        # The tokenizer has fewer than 1,000 tokens.
         ({"config.json": {"eos_token_id": 1005}}, (1005,)),
+        ({"config.json": {"eos_token_id": 1006}, "generation_config.json": {"eos_token_id": [1006, 0]}}, (1006, 0)),
         ({"config.json": {"eos_token_id": 1005}, "generation_config.json": {"eos_token_id": 1006}}, (1006, 1005)),
+        ({"config.json": {"eos_token_id": 1005}, "generation_config.json": {}}, (1005,)),
         ({"config.json": {"eos_token_id": None}}, ()),
     ],
 )
@@ -204,7 +256,13 @@ def test_an_end_that_is_a_piece_of_text_is_refused() -> None:
         by_template(CHATML, declared=(2, hash_sign))
 
 
-@pytest.mark.parametrize("declared", ["</s>", ["<|im_end|>"], True, [1, None], 2**40])
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 6')
+    with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: not JSON: .*; copy the model again$"):
+        declared_stop_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("declared", ["</s>", ["<|im_end|>"], [[1]], True, 1.0, -1, {"a": 1}, [1, None], 2**40])
 def test_ends_that_are_no_numbers_of_tokens_are_refused(declared: object, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
     with pytest.raises(ConfigError, match=r"^.*/generation_config\.json: eos_token_id is .*, expected the number of a"):

@@ -41,17 +41,18 @@ OTHER = TEMPLATE.replace("<|im_end|>", "<|endoftext|>")
         ({"chat_template": f"{TEMPLATE}\r\n"}, {}, None),
         ({"chat_template": OTHER}, {}, "chat_template.jinja"),
         ({"chat_template": [{"name": "default", "template": OTHER}]}, {}, "chat_template.jinja"),
-        (
-            {"chat_template": [{"name": "tool_use", "template": OTHER}]},
-            {"additional_chat_templates/tool_use.jinja": TEMPLATE},
-            "additional_chat_templates/tool_use.jinja",
-        ),
+        ({"chat_template": [{"name": "tool_use", "template": OTHER}]}, {}, None),
+        ({"chat_template": [{"name": "tool_use", "template": OTHER}]},
+         {"additional_chat_templates/tool_use.jinja": TEMPLATE}, "additional_chat_templates/tool_use.jinja"),
         ({}, {"chat_template.json": json.dumps({"chat_template": OTHER})}, "chat_template.json"),
+        ({}, {"chat_template.json": json.dumps({"chat_template": TEMPLATE})}, None),
         ({}, {"processor_config.json": json.dumps({"chat_template": OTHER})}, "processor_config.json"),
+        ({}, {"processor_config.json": json.dumps({"processor_class": "P"})}, None),
+        ({}, {"special_tokens_map.json": '{"eos_token": {"content": "<|im_end|>"}}'}, None),
         ({"eos_token": None}, {"special_tokens_map.json": '{"eos_token": "<|im_end|>"}'}, None),
         ({}, {"special_tokens_map.json": '{"eos_token": "<|endoftext|>"}'}, "special_tokens_map.json"),
     ],
-)
+)  # fmt: skip
 def test_copies_of_templates_and_end_tokens_must_be_equal(
     config: dict[str, object], files: dict[str, str], differing: str | None, tmp_path: Path
 ) -> None:

@@ -6,12 +6,13 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.chat import encode_chats
+from megarl.data.chat import encode_chats, render_chats
 from megarl.data.turns import InterTurnTokens
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 
+# By family: the marks that end a turn, and a template that writes chats as the family's does.
 # By family: the marks that end a turn, and a template that writes chats as the family's does.
 FAMILIES = {
     "chatml (Qwen, SmolLM)": (
@@ -28,6 +29,12 @@ FAMILIES = {
         "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
         "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ),
+    "Llama 3": (
+        ("<|eot_id|>", "<|start_header_id|>"),
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+        "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
     ),
     "Gemma, whose mark is not the eos token": (
         ("<end_of_turn>", "<start_of_turn>"),
@@ -47,6 +54,16 @@ FAMILIES = {
         "<|end_of_sentence|>{% elif m.role == 'tool' %}<|tool_outputs_begin|>{{ m.content }}<|tool_outputs_end|>"
         "{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|Assistant|>{% endif %}",
+    ),
+    "Phi": (
+        ("<|end|>", "<|user|>"),
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    ),
+    "Granite": (
+        ("<|end_of_text|>", "<|start_of_role|>"),
+        "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
     ),
     "GLM 4, which ends a turn with the next speaker's mark": (
         ("<|user|>", "<|observation|>"),
@@ -118,6 +135,26 @@ def test_a_text_that_cannot_be_told_from_the_template_is_refused() -> None:
     ids = inter_turn.opening(chat)
     with pytest.raises(DataError, match=r"of which the reply '6' cannot be told; set algo.echo_coef=0"):
         inter_turn.own_texts(ids, chat, [2], inter_turn.text)
+
+
+def test_an_answer_that_was_cut_gets_its_end_token_from_the_glue(tokenizer: PreTrainedTokenizerBase) -> None:
+    inter_turn = InterTurnTokens(tokenizer)
+    whole = inter_turn.between([USER], last_token=END)
+    assert inter_turn.between([USER], last_token=40) == [END, *whole]
+    # By hand, as test_chat.py numbers them: a line feed, <|im_start|>, user, …
+    assert whole[:4] == [201, 1, 259, 201]
+    assert whole[-4:] == [201, 1, 260, 201]
+
+
+def test_thoughts_that_the_template_drops_stay_in_the_stream() -> None:
+    tokenizer = tokenizer_of("Qwen3, which drops earlier thoughts")
+    inter_turn = InterTurnTokens(tokenizer)
+    thoughtful = "<think>\nhm\n</think>\n\n6"
+    (rendered,) = render_chats(tokenizer, [[QUESTION, Message(role="assistant", content=thoughtful), USER]])
+    assert "hm" not in rendered
+    stream = encode_chats(tokenizer, [[QUESTION]])[0] + tokenizer(thoughtful)["input_ids"] + [END]
+    stream += inter_turn.between([USER], last_token=stream[-1])
+    assert "hm" in tokenizer.decode(stream)
 
 
 def test_templates_without_marks_or_roles_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
