@@ -110,6 +110,13 @@ def test_all_is_durable_before_it_has_its_name(tmp_path: Path, qwen2: Path, sync
     assert synced[-1] == tmp_path
 
 
+def test_every_source_byte_is_read_once(tmp_path: Path, qwen2: Path) -> None:
+    size = sum(tensor.nbytes for tensor in read_tensors(qwen2).values())
+    forth = hf_to_mcore(qwen2, settings(tmp_path / "dist"))
+    assert forth is not None
+    assert forth.num_bytes_read == size
+
+
 def test_types_are_cast_and_config_says_so(tmp_path: Path, qwen2: Path) -> None:
     hf_to_mcore(qwen2, settings(tmp_path / "dist"), dtype="bfloat16")
     mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
@@ -119,6 +126,18 @@ def test_types_are_cast_and_config_says_so(tmp_path: Path, qwen2: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     mcore_to_hf(tmp_path / "dist", settings(tmp_path / "wide"), dtype="float32")
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "wide").values()} == {torch.float32}
+
+
+def test_a_critic_keeps_its_head(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "hf", "qwen3", tied=True)
+    config = json.loads((source / "config.json").read_text())
+    critic = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    (source / "config.json").write_text(json.dumps(config | critic))
+    save_file({**read_tensors(source), "score.weight": torch.randn(1, 48)}, source / "model.safetensors")
+    hf_to_mcore(source, settings(tmp_path / "dist"))
+    mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
+    assert_same_tensors(tmp_path / "back", source)
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 def test_a_run_knows_its_model(tmp_path: Path, qwen2: Path) -> None:
@@ -171,6 +190,10 @@ def spoil_depth(model: Path) -> None:
     edit_config(model, num_hidden_layers=6, layer_types=["full_attention"] * 6)
 
 
+def spoil_family(model: Path) -> None:
+    edit_config(model, architectures=["Qwen3ForCausalLM"], head_dim=8)
+
+
 def spoil_dtype(model: Path) -> None:
     edit_config(model, dtype="bfloat16")
 
@@ -179,8 +202,21 @@ def cut_short(model: Path) -> None:
     os.truncate(first_file(model), first_file(model).stat().st_size - 1)
 
 
+def cut_in_header(model: Path) -> None:
+    os.truncate(first_file(model), 100)
+
+
+def lose_file(model: Path) -> None:
+    first_file(model).unlink()
+
+
 def add_tensor(model: Path) -> None:
     save_file({**load_file(first_file(model)), "model.extra": torch.zeros(2)}, first_file(model))
+
+
+def double_tensor(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        save_file({**load_file(file), "model.norm.weight": torch.zeros(48)}, file)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +224,13 @@ def add_tensor(model: Path) -> None:
     [
         (spoil_width, r"gate_proj.weight: expected shape \(41, 48\), got \(40, 48\); give the config.json of this"),
         (spoil_depth, r"missing: model.layers.5.input_layernorm.weight, .* and 9 more; got but not expected: none"),
+        (spoil_family, r"missing: .*k_norm.weight.*; got but not expected: .*k_proj.bias"),
         (spoil_dtype, r"dtype: expected bfloat16, as config.json says, got \['float32'\]; correct dtype"),
         (cut_short, r"tensor .* ends at byte \d+ of \d+; copy the model again"),
+        (cut_in_header, r"header of \d+ bytes exceeds the file; copy the model again"),
+        (lose_file, r"model-00001-of-\d+.safetensors does not exist"),
         (add_tensor, r"missing: none; got but not expected: model.extra; "),
+        (double_tensor, r"model.norm.weight is also in .*; copy the model again"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_work(

@@ -20,6 +20,7 @@ from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.engine import STATE, ConversionOutcome, ConvertSettings, Journal, partial_dir
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError, DataError
+from megarl.weights.safetensors_map import preallocate
 from tests.helpers.hf_models import make_model
 from tests.helpers.waiting import wait_until
 
@@ -61,6 +62,12 @@ def assert_no_result(out: Path) -> None:
     """Nothing is under the name; what was begun is marked as such."""
     assert not out.exists()
     assert not partial_dir(out).exists() or (partial_dir(out) / STATE).is_dir()
+
+
+def test_a_file_too_large_for_the_disk_is_not_begun(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot reserve \d+\.00 GiB for .*; free space there"):
+        preallocate(tmp_path / "file", 1 << 60)
+    assert not (tmp_path / "file").exists()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from megarl.convert.mapping import Parameter, RowBlock, extra_state_keys, model_
 from megarl.weights.families import read_model_spec
 from megarl.weights.slices import Slice
 from tests.helpers.small_model import write_config
+from tests.unit.weights.test_slices import sectioned
 
 # Two key/value groups of two query heads; head_dim 2, hidden 8, ffn 12, vocabulary 10.
 _HF = "model.layers.3."
@@ -42,6 +43,30 @@ def test_a_group_has_its_queries_its_key_and_its_value(tmp_path: Path) -> None:
     )
 
 
+def test_sections_of_one_tensor_are_its_rows_in_turn(tmp_path: Path) -> None:
+    """8 query rows, then 4 key rows, then 4 value rows."""
+    spec = sectioned(read_model_spec(write_config(tmp_path)))
+    parameters = model_parameters(spec, scalar_head=False, vocab_multiple=8, stacked=True)
+    qkv = find(parameters, "decoder.layers.self_attention.linear_qkv.weight", 3)
+    name = f"{_HF}self_attn.qkv_proj.weight"
+    rows = [(0, 0, 4), (4, 8, 2), (6, 12, 2), (8, 4, 4), (12, 10, 2), (14, 14, 2)]
+    assert qkv.blocks == tuple(block(row, name, tensor_row, count) for row, tensor_row, count in rows)
+    fc1 = find(parameters, "decoder.layers.mlp.linear_fc1.weight", 3)
+    name = f"{_HF}mlp.gate_up_proj.weight"
+    assert fc1.blocks == (block(0, name, 0, 12), block(12, name, 12, 12))
+
+
+def test_gate_comes_before_up(tmp_path: Path) -> None:
+    fc1 = find(parameters_of(tmp_path), "decoder.layers.mlp.linear_fc1.weight", 3)
+    gate, up = f"{_HF}mlp.gate_proj.weight", f"{_HF}mlp.up_proj.weight"
+    assert (fc1.shape, fc1.blocks) == ((24, 8), (block(0, gate, 0, 12), block(12, up, 0, 12)))
+
+
+def test_the_vocabulary_is_padded(tmp_path: Path) -> None:
+    embedding = find(parameters_of(tmp_path), "embedding.word_embeddings.weight")
+    assert (embedding.shape, embedding.blocks) == ((16, 8), (block(0, "model.embed_tokens.weight", 0, 10),))
+
+
 @pytest.mark.parametrize(
     ("changes", "scalar_head", "heads"),
     [
@@ -56,6 +81,11 @@ def test_a_model_has_the_head_it_has(
 ) -> None:
     keys = {each.key for each in parameters_of(tmp_path, scalar_head=scalar_head, **changes)}
     assert keys & {"output_layer.weight", "value_head.weight"} == heads
+
+
+def test_layers_may_have_keys_of_their_own(tmp_path: Path) -> None:
+    norm = find(parameters_of(tmp_path, stacked=False), "decoder.layers.3.mlp.linear_fc1.layer_norm_weight")
+    assert (norm.other_key, norm.stack, norm.shape) == ("decoder.layers.3.pre_mlp_layernorm.weight", (), (8,))
 
 
 def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
@@ -74,6 +104,13 @@ def test_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
     assert len(keys) == 4 * (2 + 6 * 2)
     assert "decoder.layers.3.mlp.experts.experts.linear_fc2._extra_state/shard_5_6" in keys
     assert "decoder.layers.3.self_attention.linear_qkv._extra_state/shard_0_1" in keys
+
+
+def test_linear_layers_have_an_object_each(tmp_path: Path) -> None:
+    keys = extra_state_keys(parameters_of(tmp_path))
+    modules = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert set(keys) == {f"decoder.layers.{name}._extra_state/shard_{i}_4" for name in modules for i in range(4)}
+    assert len(keys) == 16
 
 
 def test_a_view_that_cuts_rows_is_refused() -> None:

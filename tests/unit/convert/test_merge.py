@@ -1,6 +1,8 @@
 """Adapters are merged into a model's files as W + α/r·B·A in float32, one block of rows at a time."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +114,15 @@ def test_bfloat16_is_rounded_once_and_said_so(
         torch.testing.assert_close(tensor.double(), wanted[key].double(), rtol=2e-7, atol=1e-7, msg=key)
 
 
+def test_how_much_rounding_has_changed(get: GetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Updates of 2⁻²⁰ are lost altogether beside weights of bfloat16."""
+    model = get("qwen2", dtype="bfloat16", scale=1e-5)
+    for file in model.glob("*.safetensors"):
+        save_file({name: torch.ones_like(tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    merge(model, tmp_path / "adapters", settings(tmp_path / "out"))
+    assert "has changed the updates by 100.0% of their norm; --dtype float32 keeps them" in capsys.readouterr().out
+
+
 def test_a_reward_model(get: GetModel, tmp_path: Path) -> None:
     model = get("qwen2", scalar=True)
     merge(model, tmp_path / "adapters", settings(tmp_path / "out"))
@@ -143,6 +154,24 @@ def test_embedding_and_head(get: GetModel, tmp_path: Path) -> None:
     torch.testing.assert_close(got[embedding], base[embedding] + 0.5 * (low["B"] @ low["A"]).T)
 
 
+def test_adapters_of_some_experts_alone(get: GetModel, tmp_path: Path) -> None:
+    model, file = get("gpt_oss"), tmp_path / "adapters" / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if ".0.mlp.experts.2.up_proj." not in name}, file)
+    missing = r"has no adapters of \['model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight'\]"
+    with pytest.raises(ConfigError, match=missing):
+        merge(model, tmp_path / "adapters", settings(tmp_path / "out"))
+    options = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps({**options, "target_modules": "all-linear"}))
+    with pytest.raises(ConfigError, match=r"some parts of model\.layers\.0\.mlp\.experts\.gate_up_proj, but not of"):
+        merge(model, tmp_path / "adapters", settings(tmp_path / "out"))
+
+
+def test_a_dry_run_writes_nothing(get: GetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert merge(get("qwen2"), tmp_path / "adapters", settings(tmp_path / "out"), dry_run=True) is None
+    assert "Nothing was written (--dry-run)." in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapters"}
+
+
 def test_only_weights_of_hugging_face_are_merged_into(get: GetModel, tmp_path: Path) -> None:
     model = get("qwen2")
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
@@ -159,3 +188,27 @@ def test_peft_merges_alike(get: GetModel, tmp_path: Path) -> None:
     merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().state_dict()
     for key, tensor in read_tensors(tmp_path / "out").items():
         torch.testing.assert_close(tensor, merged[key], rtol=1e-6, atol=1e-6, msg=key)
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """One tensor of 64 MiB at a time, of a model of 12 of them."""
+    paths = [str(tmp_path / name) for name in ("base", "adapters", "out")]
+    program = f"""
+import resource
+from pathlib import Path
+from megarl.convert.engine import ConvertSettings
+from megarl.convert.merge import merge
+base, adapters, out = map(Path, {paths})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+merge(base, adapters, ConvertSettings(out=out, num_workers=1))
+print("MIB", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    sizes = {"hidden_size": 768, "intermediate_size": 8192, "num_attention_heads": 12, "num_key_value_heads": 4}
+    model = make_model(tmp_path / "base", "qwen2", tied=True, max_shard_size="50MB", num_hidden_layers=12, **sizes)
+    create_adapter_files(tmp_path / "adapters", read_model_spec(model), LoraConfig(rank=8), "float32")
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors")) >> 20
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    grown = int(done.stdout.split("MIB")[1])
+    assert size > 800
+    assert grown < 350, f"grew by {grown} MiB for a model of {size} MiB"

@@ -97,6 +97,18 @@ def test_one_flipped_bit_is_found(
         assert lines[1] == "not equal: 1 problems; compared 58 tensors, 0.48 MiB"
 
 
+def test_a_flipped_bit_in_a_torch_dist_file_is_found(source: Path, dist: Path, tmp_path: Path, run: Run) -> None:
+    spoiled = Path(shutil.copytree(dist, tmp_path / "dist"))
+    raw = load_file(source / "model.safetensors")[GATE][31:32].numpy().tobytes()
+    file = spoiled / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    assert content.count(raw) == 1
+    content[content.index(raw)] ^= 1
+    file.write_bytes(content)
+    code, lines, _ = run("verify", source, spoiled, "--workers", 1)
+    assert (code, lines[0].startswith(f"{GATE}: 1 elements differ, the first at [31, 0]: ")) == (1, True)
+
+
 def test_what_is_not_a_number_is_found_in_both(copy: Path, run: Run) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         tensors[GATE][3, 4:6] = torch.nan
@@ -110,6 +122,23 @@ def test_what_is_not_a_number_is_found_in_both(copy: Path, run: Run) -> None:
         "model.norm.weight: 1 and 1 elements are NaN or infinite",
         "not equal: 2 problems; compared 58 tensors, 0.48 MiB",
     ]
+
+
+def test_large_finite_numbers_are_finite(copy: Path, run: Run) -> None:
+    """Their sum is not."""
+    change(copy, lambda tensors: tensors[GATE].fill_(3e38))
+    assert run("verify", copy, copy, "--workers", 1)[0] == 0
+
+
+def test_other_keys_and_types_are_named(source: Path, copy: Path, tmp_path: Path, run: Run) -> None:
+    tied = make_model(tmp_path / "tied", "qwen3", tied=True)
+    code, lines, _ = run("verify", source, tied, "--workers", 1)
+    assert (code, lines[0]) == (1, f"missing: lm_head.weight is not in {tied}")
+    assert run("verify", tied, source, "--workers", 1)[1][0] == f"unexpected: lm_head.weight is not in {tied}"
+    change(copy, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48, dtype=torch.bfloat16)}))
+    code, lines, _ = run("verify", source, copy, "--workers", 1)
+    expected = "model.norm.weight: expected (48,) of torch.float32, got (48,) of torch.bfloat16"
+    assert (code, lines[0]) == (1, expected)
 
 
 def test_bad_input_is_one_line_and_exit_code_2(source: Path, dist: Path, copy: Path, tmp_path: Path, run: Run) -> None:
@@ -126,6 +155,22 @@ def test_bad_input_is_one_line_and_exit_code_2(source: Path, dist: Path, copy: P
     assert code == 2
     assert "model.embed_tokens.weight: expected shape (519, 48), got (517, 48)" in error
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_dry_run_prints_sizes_and_writes_nothing(source: Path, dist: Path, tmp_path: Path, run: Run) -> None:
+    code, lines, _ = run("hf-to-mcore", source, "--out", tmp_path / "out", "--dry-run", "--workers", 3)
+    assert code == 0
+    # 640 rows of 48 float32 values, twice; five layers of 120 rows.
+    rows = [line.split() for line in lines]
+    qkv = "decoder.layers.self_attention.linear_qkv.weight"
+    assert ["embedding.word_embeddings.weight", "1", "640", "×", "48", "float32", "0.12"] in rows
+    assert [qkv, "1", "5", "×", "120", "×", "48", "float32", "0.11"] in rows
+    assert any(line.startswith("memory   at most 0.12 MiB of tensors in each of 3 processes") for line in lines)
+    assert lines[-1] == "Nothing was written (--dry-run)."
+    code, lines, _ = run("mcore-to-hf", dist, "--out", tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
+    rows = [line.split() for line in lines]
+    assert ["model.layers.*.mlp.gate_proj.weight", "5", "40", "×", "48", "bfloat16", "0.02"] in rows
+    assert not list(tmp_path.iterdir())
 
 
 def test_layers_that_predict_further_tokens_are_carried_through_and_compared(tmp_path: Path) -> None:

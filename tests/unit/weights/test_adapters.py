@@ -7,9 +7,13 @@ import pytest
 from megarl.config.load import PACKAGED
 from megarl.config.lora import LoraConfig, Target
 from megarl.errors import ConfigError
-from megarl.weights.adapters import adapter_spec, matrices_of, target_of
+from megarl.weights.adapters import adapter_rules, adapter_spec, matrices_of, target_of
 from megarl.weights.families import FAMILIES, read_model_spec
+from megarl.weights.rules import Partition
 from megarl.weights.tables import Family
+
+TARGETS = ("attention", "mlp", "experts")
+
 
 # By hand, from transformers' modeling files: the linear modules of a layer.
 _QKVO = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
@@ -78,6 +82,19 @@ def test_no_matrix_is_left_out(family: Family) -> None:
             # Biases of stacked experts have two axes with that of experts.
             assert short(rule.names[0]) in WITHOUT, rule.names[0]
     assert found == MODULES[family.name]
+
+
+def test_a_latent_has_whole_adapters_and_a_transposed_matrix_those_of_its_turned_one() -> None:
+    rules = {rule.names[0]: rule for name in ("deepseek_v3", "gpt_oss") for rule in FAMILIES.get(name).weights}
+    adapters = {rule.names[0]: rule for rule in adapter_rules(rules.values(), TARGETS)}
+    down, experts = "decoder.layers.{layer}.self_attention.linear_kv_down_proj", "linear_fc1"
+    assert [adapters[f"{down}.lora.{x}"].partition for x in "ab"] == [Partition.REPLICATED] * 2
+    fc1 = f"decoder.layers.{{layer}}.mlp.experts.local_experts.{{expert}}.{experts}"
+    a, b = (adapters[f"{fc1}.lora.{x}"] for x in "ab")
+    assert [each.shape for each in a.tensors] == [("expert_rank", "hidden")] * 2
+    assert [each.shape for each in b.tensors] == [("expert_ffn", "expert_rank")] * 2
+    assert b.partition is Partition.GATE_UP
+    assert b.tensors[1].name == "model.layers.{layer}.mlp.experts.{expert}.up_proj.lora_B.weight"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_torch_alone_runs_it(role: Path, tmp_path: Path, attack: str) -> None:
     assert mark.exists()
 
 
-@pytest.mark.parametrize("place", ["../other.distcp"])
+@pytest.mark.parametrize("place", ["../other.distcp", "/etc/hostname", "inner/file.distcp"])
 def test_chunks_outside_of_the_directory_are_refused(role: Path, place: str) -> None:
     metadata = pickle.loads((role / ".metadata").read_bytes())
     for info in metadata.storage_data.values():

@@ -20,7 +20,7 @@ from megarl.registry import RegistrationError, noting
 from megarl.weights.attention import check_layer_lists, read_local_layers
 from megarl.weights.dims import Experts, Routing
 from megarl.weights.families import find_family, read_model_spec
-from megarl.weights.rope import LinearRope, YarnRope
+from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
 from megarl.weights.safetensors_headers import check_tensors, not_expected
 from megarl.weights.tables import FAMILIES, Family, register_family
 
@@ -131,6 +131,21 @@ DEEPSEEK_V2 = {
     "v_head_dim": 128,
     "vocab_size": 102400,
 }
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
+
 # Tied without a word about it.
 GEMMA_2B = {
     "architectures": ["GemmaForCausalLM"],
@@ -288,6 +303,19 @@ def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters
     assert spec.max_positions == config["max_position_embeddings"]
 
 
+def test_published_shapes(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, QWEN3_0_6B))
+    tensors = spec.expected_tensors()
+    # 11 tensors a layer, the embedding and the last norm.
+    assert len(tensors) == 28 * 11 + 2
+    assert tensors["model.embed_tokens.weight"] == (151936, 1024)
+    assert tensors["model.layers.27.self_attn.q_proj.weight"] == (2048, 1024)
+    assert tensors["model.layers.27.self_attn.k_proj.weight"] == (1024, 1024)
+    assert tensors["model.layers.27.self_attn.o_proj.weight"] == (1024, 2048)
+    assert tensors["model.layers.0.mlp.down_proj.weight"] == (1024, 3072)
+    assert tensors["model.layers.0.self_attn.q_norm.weight"] == (128,)
+
+
 @pytest.mark.parametrize("family", DENSE, ids=lambda family: family.name)
 def test_table_is_what_transformers_has(tmp_path: Path, family: Family) -> None:
     small = {
@@ -438,6 +466,23 @@ def test_qwen3_5_as_published(tmp_path: Path) -> None:
     assert not_expected(found, spec.expected_tensors(), spec.ignored_tensors()) == ["model.other.weight"]
 
 
+def test_experts_of_qwen3_5_as_published() -> None:
+    """All of a layer in one tensor, in which gates come before ups; engines take each matrix of each by its name."""
+    spec = read_model_spec(CONFIGS / "qwen3.5-35b-a3b")
+    layer = "model.language_model.layers.39.mlp"
+    whole, apart = spec.expected_tensors(), spec.expected_tensors(by_expert=True)
+    assert whole[f"{layer}.experts.gate_up_proj"] == (256, 2 * 512, 2048)
+    assert whole[f"{layer}.experts.down_proj"] == (256, 2048, 512)
+    assert f"{layer}.experts.0.gate_proj.weight" not in whole
+    assert {apart[f"{layer}.experts.255.{name}_proj.weight"] for name in ("gate", "up")} == {(512, 2048)}
+    assert apart[f"{layer}.experts.255.down_proj.weight"] == (2048, 512)
+    assert f"{layer}.experts.gate_up_proj" not in apart
+    assert sum(map(math.prod, whole.values())) == sum(map(math.prod, apart.values()))
+    assert whole[f"{layer}.shared_expert_gate.weight"] == (1, 2048)
+    # No layer is dense.
+    assert not [name for name in whole if name.endswith(".mlp.gate_proj.weight")]
+
+
 def test_gemma_3_27b_as_published(tmp_path: Path) -> None:
     """Its file leaves out what equals the defaults of transformers."""
     published = read_published("gemma-3-27b")
@@ -457,6 +502,29 @@ def test_gemma_3_27b_as_published(tmp_path: Path) -> None:
     assert not not_expected(found, spec.expected_tensors(), spec.ignored_tensors())
     smaller = published | {"text_config": without(published["text_config"], "num_attention_heads")}
     assert read_model_spec(write_config(tmp_path, smaller)).dims.num_heads == 8
+
+
+def test_mistral_small_as_published(tmp_path: Path) -> None:
+    """All tensors of the language model have a prefix, its output embedding too."""
+    (tmp_path / "text").mkdir()
+    changes = {"max_position_embeddings": 131072, "rope_theta": 1000000000.0}
+    plain = read_model_spec(write_config(tmp_path / "text", MISTRAL_SMALL | changes))
+    spec = read_model_spec(CONFIGS / "mistral-small-3.2-24b")
+    assert (spec.dims, spec.rope_theta, spec.norm_eps) == (plain.dims, plain.rope_theta, plain.norm_eps)
+    assert list(spec.expected_tensors()) == [f"language_model.{name}" for name in plain.expected_tensors()]
+    found = [*spec.expected_tensors(), "vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight"]
+    assert not not_expected(found, spec.expected_tensors(), spec.ignored_tensors())
+
+
+def test_the_larger_model_says_whether_embeddings_are_tied(tmp_path: Path) -> None:
+    section = {key: value for key, value in QWEN3_5_9B["text_config"].items() if key != "tie_word_embeddings"}
+    whole = QWEN3_5_9B | {"tie_word_embeddings": True, "text_config": section}
+    spec = read_model_spec(write_config(tmp_path, whole))
+    assert spec.dims.tied
+    assert "lm_head.weight" not in spec.expected_tensors()
+    # Engines read the section.
+    with pytest.raises(ConfigError, match=r"text_config\.tie_word_embeddings: got False, but tie_word_embeddings says"):
+        read_model_spec(write_config(tmp_path, whole | {"text_config": section | {"tie_word_embeddings": False}}))
 
 
 def test_deepseek_v3_as_published(tmp_path: Path) -> None:
@@ -487,6 +555,18 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
             read_model_spec(write_config(tmp_path, DEEPSEEK_V3 | change))
 
 
+def test_glm_as_published(tmp_path: Path) -> None:
+    """GLM-4.5-Air has biases, larger models also norms of queries and keys, and all a layer that predicts further."""
+    air = read_model_spec(write_config(tmp_path, GLM_4_5_AIR))
+    assert (air.dims.rotary_fraction, air.dims.qkv_bias, air.dims.qk_norm) == (0.5, True, False)
+    larger = read_model_spec(write_config(tmp_path, GLM_4_5_AIR | {"use_qk_norm": True}))
+    more = larger.expected_tensors().keys() - air.expected_tensors().keys()
+    assert more == {f"model.layers.{i}.self_attn.{name}_norm.weight" for i in range(46) for name in "qk"}
+    ignored = {"model.layers.46.eh_proj.weight", "model.layers.46.mlp.experts.127.down_proj.weight"}
+    assert ignored < set(air.ignored_tensors())
+    assert air.float32_tensors() == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(1, 46)}
+
+
 def test_gpt_oss_as_published(tmp_path: Path) -> None:
     """Windows in every second layer, scores times (0.1·ln 32 + 1)² / √64, and MXFP4 refused with its remedy."""
     spec = read_model_spec(write_config(tmp_path, GPT_OSS_20B))
@@ -500,6 +580,62 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     message = rf"quantization_config: got quant_method 'mxfp4', .*`megarl convert dequantize {tmp_path} --out DIR`"
     with pytest.raises(ConfigError, match=message):
         read_model_spec(write_config(tmp_path, GPT_OSS_20B | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def test_deepseek_v2_as_published(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, DEEPSEEK_V2))
+    assert spec.dims.experts is not None
+    assert spec.dims.experts.routing == Routing(
+        num_groups=8, groups_per_token=3, group_rating=1, scale=16.0, biased=False
+    )
+    assert not spec.dims.experts.normalized
+    assert spec.float32_tensors() == frozenset()
+    queries = "model.layers.0.self_attn.q"
+    assert {f"{queries}_a_proj.weight", f"{queries}_b_proj.weight"} < spec.expected_tensors().keys()
+    assert f"{queries}_proj.weight" not in spec.expected_tensors()
+
+    lite = read_model_spec(write_config(tmp_path, DEEPSEEK_V2_LITE))
+    tensors = lite.expected_tensors()
+    # 16 heads of 128 + 64.
+    assert tensors[f"{queries}_proj.weight"] == (3072, 2048)
+    assert not [name for name in tensors if ".q_a_" in name or ".q_b_" in name]
+    assert lite.dims.experts is not None
+    assert lite.dims.experts.routing == Routing(**ONE_GROUP, group_rating=1, scale=1.0, biased=False)
+    for change, message in (
+        ({"norm_topk_prob": True}, r"norm_topk_prob: got True, expected False; other variants of deepseek_v2"),
+        ({"topk_method": "noaux_tc"}, r"topk_method: got 'noaux_tc', expected 'greedy' or 'group_limited_greedy'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, DEEPSEEK_V2 | change))
+
+
+def test_a_rank_numbers_its_experts_from_0() -> None:
+    spec = read_model_spec(CONFIGS / "qwen3-30b-a3b")
+    rules = spec.parameter_rules(experts=range(32, 48))
+    assert len(rules) == len(spec.parameter_rules(experts=range(16)))
+    placed = rules["decoder.layers.47.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert placed is rules["decoder.layers.47.mlp.experts.linear_fc1.weight3"]
+    assert [placed.name(tensor.name) for tensor in placed.rule.tensors] == [
+        "model.layers.47.mlp.experts.35.gate_proj.weight",
+        "model.layers.47.mlp.experts.35.up_proj.weight",
+    ]
+    assert "decoder.layers.47.mlp.experts.local_experts.16.linear_fc1.weight" not in rules
+
+
+def test_bias_of_attention(tmp_path: Path) -> None:
+    """Queries, keys and values have one bias in Megatron; it is split as their weight is."""
+    rules = read_model_spec(write_config(tmp_path, QWEN2_5_7B)).parameter_rules()
+    bias = rules["decoder.layers.27.self_attention.linear_qkv.bias"]
+    assert bias.layer == 27
+    assert bias.rule.partition == rules["decoder.layers.27.self_attention.linear_qkv.weight"].rule.partition
+    assert [tensor.name for tensor in bias.rule.tensors] == [
+        "model.layers.{layer}.self_attn.q_proj.bias",
+        "model.layers.{layer}.self_attn.k_proj.bias",
+        "model.layers.{layer}.self_attn.v_proj.bias",
+    ]
+    for other in (LLAMA_3_1_8B, MISTRAL_7B_V03, QWEN3_0_6B):
+        names = read_model_spec(write_config(tmp_path, other)).parameter_rules()
+        assert not [name for name in names if name.endswith("bias")]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "qwen3_5_text", "granitemoe"])
@@ -520,6 +656,22 @@ def test_every_parameter_name_has_one_rule(tmp_path: Path, name: str) -> None:
     after = {"decoder.layers.0.self_attn_bda.weight", "decoder.layers.0.mlp_bda.weight"}
     assert before & set(names) == (before if spec.family.norms_before else set())
     assert after & set(names) == (after if spec.family.norms_after else set())
+
+
+def test_rope_of_older_and_newer_files(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B))
+    scaling = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    assert (spec.rope_theta, spec.rope_scaling) == (500000.0, scaling)
+    newer = without(LLAMA_3_1_8B, "rope_theta", "rope_scaling")
+    newer["rope_parameters"] = {**LLAMA_3_1_8B["rope_scaling"], "rope_theta": 500000.0}  # type: ignore[dict-item]
+    spec = read_model_spec(write_config(tmp_path, newer))
+    assert (spec.rope_theta, spec.rope_scaling) == (500000.0, scaling)
+
+    linear = LLAMA_3_1_8B | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert read_model_spec(write_config(tmp_path, linear)).rope_scaling == LinearRope(factor=4.0)
+    assert read_model_spec(write_config(tmp_path, QWEN3_0_6B)).rope_scaling == DefaultRope()
+    neither = without(QWEN3_0_6B, "rope_theta", "rope_scaling")
+    assert read_model_spec(write_config(tmp_path, neither)).rope_theta == 10000.0
 
 
 @pytest.mark.parametrize(
@@ -559,17 +711,22 @@ SPARSE, FULL = ["sparse"] * 61, "full_attention"
     [
         (QWEN3_0_6B, "layer_types", [FULL] * 28, ["linear_attention"] + [FULL] * 27, FULL),
         (QWEN3_0_6B, "layer_types", None, [FULL] * 29, "num_hidden_layers=28"),
+        (QWEN3_0_6B, "layer_types", None, [], "num_hidden_layers=28"),
+        (QWEN3_0_6B, "layer_types", None, FULL, "num_hidden_layers=28"),
         (QWEN3_0_6B, "layer_types", None, ["sliding_attention"] * 28, FULL),
         (MISTRAL_7B_V03, "layer_types", ["sliding_attention"] * 32, ["chunked_attention"] * 32, "or sliding_attention"),
         (LLAMA_3_1_8B, "layer_types", [FULL] * 32, [FULL] * 31 + [{}], FULL),
         (LLAMA_3_1_8B, "layers_block_type", ["attention"] * 32, ["mamba"] * 32, "attention or full_attention"),
         (LLAMA_3_1_8B, "no_rope_layers", [1] * 32, [1, 1, 1, 0] * 8, "1"),
         (LLAMA_3_1_8B, "mlp_layer_types", ["dense"] * 32, ["sparse"] * 32, "dense"),
+        (LLAMA_3_1_8B, "kv_shared_layers", [], [7], "none"),
         (QWEN3_NEXT_80B, "layer_types", None, (["linear_attention"] * 3 + [FULL]) * 11, "num_hidden_layers=48"),
         (without(QWEN3_NEXT_80B, "full_attention_interval"), "layer_types", None, ["sliding_attention"] * 48,
          f"{FULL} or linear_attention"),
         (QWEN3_30B_A3B, "mlp_only_layers", [0, 47], [48], "none"),
         (QWEN3_30B_A3B, "mlp_layer_types", ["sparse"] * 48, ["dense"] + ["sparse"] * 47, "different ones"),
+        (MIXTRAL_8X7B, "mlp_only_layers", [], [3], "none"),
+        (MIXTRAL_8X7B, "moe_layer_freq", [1] * 32, [0] + [1] * 31, "different ones"),
         (PUBLISHED["minimax_m2"], "attn_type_list", [1] * 62, [1] * 61 + [0], "1"),
         (DEEPSEEK_V3, "mlp_layer_types", ["dense"] * 3 + SPARSE[3:], ["dense"] * 4 + SPARSE[4:], "different ones"),
         (DEEPSEEK_V3, "mlp_layer_types", None, ["dense"] * 3 + SPARSE, "different ones"),
@@ -600,6 +757,15 @@ def test_lists_over_layers_that_transformers_writes_are_read(family: Family) -> 
             check_layer_lists(Path("config.json"), family, config | {"vision_feature_layer": [-2, -1]})
 
 
+def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
+    for config in (
+        MISTRAL_7B_V03 | {"sliding_window": 32768},
+        QWEN2_5_7B | {"use_sliding_window": True},
+        without(QWEN2_5_7B, "use_sliding_window") | {"sliding_window": 4096},
+    ):
+        assert read_model_spec(write_config(tmp_path, config)).max_positions == config["max_position_embeddings"]
+
+
 @pytest.mark.parametrize(
     ("config", "key", "value"),
     [
@@ -608,8 +774,8 @@ def test_lists_over_layers_that_transformers_writes_are_read(family: Family) -> 
         (QWEN3_0_6B, "attention_bias", True),
         (GEMMA_2B, "use_bidirectional_attention", True),
         (QWEN3_30B_A3B, "use_sliding_window", True),
-        (LLAMA_3_1_8B, "hidden_act", "relu"),
-        (PUBLISHED["gemma2"], "hidden_activation", "relu"),
+        *((config, "hidden_act", "relu") for config in PUBLISHED.values() if "hidden_activation" not in config),
+        *((config, "hidden_activation", "relu") for config in PUBLISHED.values() if "hidden_activation" in config),
         (PUBLISHED["gemma3_text"], "attn_logit_softcapping", 50.0),
         (PUBLISHED["minimax_m2"], "qk_norm_type", "per_head"),
     ],
@@ -677,7 +843,10 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
         (QWEN3_0_6B, {"rope_theta": 1e6, "rope_parameters": PLAIN_ROPE}, {"rope_theta": 5e5}),
         (QWEN3_0_6B, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}, {"torch_dtype": "float32"}),
         (MIXTRAL_8X7B, {"num_experts": 8}, {"num_experts": 4}),
+        (MIXTRAL_8X7B, {"experts_per_token": 2}, {"experts_per_token": 1}),
+        (MIXTRAL_8X7B, {"moe_num_experts": 8, "moe_topk": 2}, {"moe_topk": 1}),
         (QWEN3_0_6B, {"num_kv_heads": 8}, {"num_kv_heads": 16}),
+        (QWEN3_0_6B, {"n_head_kv": None, "multi_query_group_num": 8}, {"n_head_kv": 16}),
         (PUBLISHED["gemma2"],
          {"layer_types": ["sliding_attention", "full_attention"] * 21, "sliding_window_pattern": 2},
          {"sliding_window_pattern": 3}),
@@ -685,6 +854,7 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
                           "full_attention_interval": 4}, {"full_attention_interval": 2}),
         (DEEPSEEK_V3, {"moe_layer_freq": 1}, {"moe_layer_freq": 2}),
         (DEEPSEEK_V3, {"moe_layer_freq": [0] * 3 + [1] * 58}, {"moe_layer_freq": [0] * 4 + [1] * 57}),
+        (QWEN3_30B_A3B, {"moe_layer_freq": 1}, {"decoder_sparse_step": 2}),
     ],
 )  # fmt: skip
 def test_keys_that_say_the_same_are_compared(

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.judges import JudgeServerConfig
 from megarl.config.rewards import RewardsConfig
-from megarl.config.schema import Config, CriticConfig, ModelConfig
+from megarl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
 from megarl.weights.hub import commits_of, local_model, with_local_models, with_recorded_commits
 
@@ -122,6 +122,14 @@ def test_a_hub_id_becomes_a_directory_with_what_a_run_reads(hub: Hub) -> None:
     assert local_model(str(path), "model.path") == str(path)
 
 
+def test_without_weights_none_are_downloaded(hub: Hub) -> None:
+    path = Path(local_model("org/tiny", "model.path", weights=False))
+    assert files_in(path) == hub.asked == SMALL
+    # A run that follows completes the same directory.
+    assert local_model("org/tiny", "model.path") == str(path)
+    assert (path / "model.safetensors").is_file()
+
+
 def test_a_path_that_exists_wins(hub: Hub) -> None:
     Path("org/tiny").mkdir(parents=True)
     for path in ("org/tiny", "no-such-directory", "/no/such/directory", "./no/such", "a/b/c", "org/../tiny", ""):
@@ -162,6 +170,20 @@ def test_a_hub_out_of_reach_is_named_with_the_cache(hub: Hub, monkeypatch: pytes
     assert "set model.path=DIR" in text
 
 
+def test_every_model_of_a_configuration(hub: Hub) -> None:
+    config = Config(
+        model=ModelConfig(path="org/tiny"),
+        reference=ReferenceConfig(model_path="org/tiny"),
+        critic=CriticConfig(model_path="runs/critic/export"),
+        reward_model=RewardModelConfig(model_path="org/tiny"),
+    )
+    local = with_local_models(config)
+    path = local_model("org/tiny", "model.path")
+    assert (local.model.path, local.reference.model_path, local.reward_model.model_path) == (path, path, path)
+    assert local.critic == config.critic
+    assert with_local_models(Config()) == Config()
+
+
 def test_an_id_may_name_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
     newest, older = local_model("org/tiny", "model.path"), local_model("org/tiny@v1", "model.path")
     assert (Path(newest).name, Path(older).name) == (COMMIT, OLDER)
@@ -196,6 +218,12 @@ def test_a_run_goes_on_with_the_commits_that_it_began_with(hub: Hub, capsys: pyt
     # Elsewhere there is nothing to record, and nothing is said.
     assert commits_of(Config(model=ModelConfig(path="/models/tiny"))) == {}
     assert "warn" not in "".join(capsys.readouterr())
+
+
+def test_judges_wait_where_none_are_asked(hub: Hub) -> None:
+    config = Config(rewards=RewardsConfig(judge_servers={"mine": JudgeServerConfig(model="org/tiny")}))
+    assert with_local_models(config) == config
+    assert hub.asked == set()
 
 
 def test_a_published_config_spares_a_dry_run_the_download(hub: Hub) -> None:

@@ -22,6 +22,15 @@ def test_every_code_by_hand() -> None:
     assert [math.copysign(1, numbers[i]) for i in (0, 15, 16, 31)] == [1, -1, -1, 1]
 
 
+def test_scales_are_powers_of_two() -> None:
+    """127 is 1; 255 is NaN; half of 2⁻¹²⁷ is below bfloat16's normal numbers, and exact."""
+    scales = torch.tensor([0, 126, 127, 253, 255], dtype=torch.uint8).view(1, 5)
+    ones_and_halves = torch.full((1, 5, 16), 0x12, dtype=torch.uint8)
+    numbers = dequantize(ones_and_halves, scales).view(5, 32)
+    assert numbers[:4, :2].tolist() == [[2.0**-127, 2.0**-128], [0.5, 0.25], [1.0, 0.5], [2.0**126, 2.0**125]]
+    assert numbers[4].isnan().all()
+
+
 def test_same_bits_as_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator)

@@ -134,18 +134,25 @@ def test_some_layers_alone(base: ModelSpec, write: Write, options: dict[str, Any
     ("options", "parts"),
     [
         ({"use_dora": True}, ["use_dora: got True", "scales the rows"]),
+        ({"bias": "lora_only"}, ["bias: got 'lora_only'", "merge_and_unload"]),
+        ({"lora_bias": True}, ["lora_bias"]),
         ({"fan_in_fan_out": True}, ["fan_in_fan_out", "transposed"]),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, ["target_parameters", "all experts"]),
+        ({"layer_replication": [[0, 2]]}, ["layer_replication"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights: got 'pissa_niter_4'", "base's weights"]),
         ({"peft_type": "IA3"}, ["peft_type: got 'IA3'"]),
+        ({"r": "4"}, ["r: got '4', expected a positive number"]),
         ({"lora_alpha": 0}, ["lora_alpha: got 0"]),
         ({"r": 8}, ["has shape (4, 48)", "gives it rank 8"]),
         ({"rank_pattern": {"(": 2}}, ["adapter_config.json"]),
+        ({"target_modules": [*SHAPES, "down_proj"]}, ["has no adapters of ['model.layers.0.mlp.down_proj.weight'"]),
+        ({"without": "layers.1."}, ["has no adapters of ['model.layers.1.self_attn.q_proj.weight'", "(4 in all)"]),
         ({"without": "0.self_attn.q_proj.lora_B"}, ["model.layers.0.self_attn.q_proj has no lora_B"]),
         (
             {"add": low_rank(f"{PREFIX}model.layers.2.self_attn.q_proj", (48, 48), 4)},
             ["layers.2", "lacks", "base that"],
         ),
+        ({"add": low_rank(f"{PREFIX}model.visual.q_proj", (48, 48), 4)}, ["model.visual.q_proj.weight"]),
         ({"add": {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(48)}}, ["magnitude"]),
         ({"add": low_rank(f"{PREFIX}model.layers.0.mlp.up_proj", (48, 48), 4)}, ["up_proj.weight: has shape (48, 48)"]),
         ({"add": {f"{PREFIX}model.norm.weight": torch.ones(48)}}, ["unexpected tensors ['model.norm.weight']"]),
@@ -185,7 +192,13 @@ def test_a_tied_head(tmp_path: Path, write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("embedding", "head", "options", "is_read"),
-    [(1.0, None, {}, False), (1.0, 2.0, {}, False), (1.0, None, {"ensure_weight_tying": True}, True)],
+    [
+        # PEFT trains the embedding alone, beside a head that stays as it was, unless it is told to train them as one.
+        (1.0, None, {}, False),
+        (1.0, 2.0, {}, False),
+        (1.0, 1.0, {"ensure_weight_tying": True}, True),
+        (1.0, None, {"ensure_weight_tying": True}, True),
+    ],
 )
 def test_an_embedding_that_the_base_ties_to_the_head(
     embedding: float, head: float | None, options: dict[str, Any], is_read: bool, tmp_path: Path, write: Write
@@ -199,6 +212,14 @@ def test_an_embedding_that_the_base_ties_to_the_head(
     else:
         with pytest.raises(ConfigError, match=r"embedding there|the head was left as it was in training"):
             read_peft(path, tied)
+
+
+def test_an_embedding_with_adapters_that_the_base_ties_to_the_head(tmp_path: Path, write: Write) -> None:
+    tied = read_model_spec(make_model(tmp_path / "tied", "qwen2", tied=True, num_hidden_layers=2))
+    module = f"{PREFIX}model.embed_tokens.lora_embedding"
+    path = write(add={f"{module}_A": torch.ones(4, VOCAB_SIZE), f"{module}_B": torch.ones(48, 4)})
+    with pytest.raises(ConfigError, match=r"changes model\.embed_tokens\.weight, which .* ties to lm_head\.weight"):
+        read_peft(path, tied)
 
 
 @pytest.mark.parametrize("target", ["attention", "mlp", "experts"])
@@ -242,7 +263,14 @@ def test_files_that_are_not_there(base: ModelSpec, write: Write) -> None:
 
 @pytest.mark.parametrize(
     ("named", "other"),
-    [("Qwen/Base-1B/", ""), ("lab/Origin-1B", ""), ("lab/Base-1B-bnb-4bit", "Base-1B-bnb-4bit")],
+    [
+        (None, ""),
+        ("Qwen/Base-1B/", ""),
+        ("/elsewhere/Base-1B", ""),
+        ("lab/Origin-1B", ""),
+        ("Qwen/Instruct-1B", "Instruct-1B"),
+        ("lab/Base-1B-bnb-4bit", "Base-1B-bnb-4bit"),
+    ],
 )
 def test_a_base_of_another_name_is_told(write: Write, tmp_path: Path, named: str | None, other: str) -> None:
     """A model has the name of its directory, of its part of the hub's cache, and that in its config.json."""
@@ -260,3 +288,19 @@ def test_a_base_of_another_name_is_told(write: Write, tmp_path: Path, named: str
     assert [text.startswith(f"actor.lora.path: the adapters were trained on {other}, by") for text in found] == (
         [True] if other else []
     )
+
+
+def test_a_quantised_base_is_compared_by_its_config(base: ModelSpec, write: Write, tmp_path: Path) -> None:
+    """Training in four bits names a base that megarl does not train itself; its other numbers count all the same."""
+    quantised, config = tmp_path / "base-bnb-4bit", json.loads((base.path / "config.json").read_text())
+    quantised.mkdir()
+    path = write(base_model_name_or_path=str(quantised))
+    for theta, fits in ((10000.0, True), (50000.0, False)):
+        rope = {"rope_parameters": {**(config.get("rope_parameters") or {}), "rope_theta": theta}, "rope_theta": theta}
+        changed = {**config, **rope, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+        (quantised / "config.json").write_text(json.dumps(changed))
+        if fits:
+            read_peft(path, base)
+        else:
+            with pytest.raises(ConfigError, match=r"whose config\.json has other rope_theta than that of"):
+                read_peft(path, base)

@@ -79,13 +79,23 @@ def without(rope: dict[str, Any], key: str) -> dict[str, Any]:
             {"rope_type": "yarn", "factor": 4.0},
             r"rope type 'yarn' has keys \['factor'\], expected \['factor', 'original_max_position_embeddings'\]",
         ),
+        (YARN | {"truncate": 1.0}, "rope key truncate: got 1.0, expected a bool"),
         ({"type": "dynamic", "factor": 4.0}, r"rope type 'dynamic' is not supported; known: \['default', [^;]*$"),
+        # Phi-4-mini.
+        ({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "rope type 'longrope' .* by max_model_len"),
         (without(LLAMA3, "factor"), r"rope type 'llama3' has keys \['high.*expected \['factor', 'high_freq_factor'"),
+        (without(LINEAR, "factor"), r"rope type 'linear' has keys \[\], expected \['factor'\]"),
+        # A key that changes the model must not be passed over.
         (
             {"rope_type": "default", "factor": 2.0},
             r"rope type 'default' has keys \['factor'\], expected \[\]",
         ),
+        (
+            {"full_attention": {"rope_type": "default"}},
+            r"rope type 'default' has keys \['full_attention'\], expected \[\]",
+        ),
         (LINEAR | {"factor": 0}, "rope key factor: got 0, expected a number > 0"),
+        (LINEAR | {"factor": "4"}, "rope key factor: got '4', expected a number > 0"),
         (LINEAR | {"factor": math.nan}, "rope key factor: got nan, expected a number > 0"),
         (LLAMA3 | {"high_freq_factor": 1.0}, r"rope key high_freq_factor: got 1\.0, expected > low_freq_factor=1\.0"),
     ],

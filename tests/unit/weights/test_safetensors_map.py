@@ -66,6 +66,14 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     assert_same(load_file(path), TENSORS)
 
 
+def test_a_read_only_map_does_not_change_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(TENSORS, path)
+    for tensor in map_tensors(path).values():
+        tensor.zero_()
+    assert_same(load_file(path), TENSORS)
+
+
 def test_data_at_odd_offsets(tmp_path: Path) -> None:
     """The format allows any offset; headers of odd length occur in the wild."""
     values = torch.tensor([1.0, -2.0, 3.5])
@@ -169,7 +177,7 @@ def test_tensors_that_are_there_twice_must_be_equal(tmp_path: Path) -> None:
         model_files(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_weights_of_integers_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     """Files of quantised models may have tensors of the expected shapes, which stand for other numbers."""
     write_tensors(tmp_path / "model.safetensors", {"w": torch.ones(2), "v": torch.ones(2, dtype=dtype)})

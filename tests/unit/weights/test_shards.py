@@ -11,7 +11,9 @@ from megarl.weights.shards import (
     groups_of,
     num_stage_layers,
     num_stage_parameters,
+    padded_vocab,
     place_of,
+    stage_layers,
 )
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
@@ -38,7 +40,11 @@ def test_groups() -> None:
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
+        (LayoutConfig(), [12]),
+        (LayoutConfig(pp=3), [4, 4, 4]),
+        (LayoutConfig(pp=3, first_stage_layers=2), [2, 5, 5]),
         (LayoutConfig(pp=3, first_stage_layers=3, last_stage_layers=1), [3, 8, 1]),
+        (LayoutConfig(pp=2, first_stage_layers=7, last_stage_layers=5), [7, 5]),
         (LayoutConfig(pp=2, virtual_pp=3, overlap_p2p=True), [6, 6]),
         (LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Et|(tttt|)*2,tttL"), [5, 7]),
     ],
@@ -47,10 +53,27 @@ def test_layers_of_stages(layout: LayoutConfig, expected: list[int]) -> None:
     assert num_stage_layers(layout, 12) == expected
 
 
+def test_layers_of_uneven_chunks() -> None:
+    """The first chunks of both stages, then their second ones, one after another."""
+    layout = LayoutConfig(pp=2, virtual_pp=2, pipeline_layout="Et|(tttt|)*2,tttL")
+    assert [stage_layers(layout, 12, stage) for stage in (0, 1)] == [[0, 5, 6, 7, 8], [1, 2, 3, 4, 9, 10, 11]]
+
+
+def test_vocabulary_padding() -> None:
+    assert padded_vocab(10, LayoutConfig(), 4) == 12
+    assert padded_vocab(10, LayoutConfig(tp=2), 4) == 16
+    assert padded_vocab(16, LayoutConfig(tp=2), 4) == 16
+
+
 # Per layer: norms 8 + 8 and q/k norms 2 + 2 on every rank (20); split: q 8·8 + k 4·8 + v 4·8 (128), o 8·8 (64), gate
 # and up 2·12·8 (192), down 8·12 (96): 480. Embedding and head with 12 rows: 96 each, with 16 rows: 128. Norm: 8.
 def test_parameters_of_one_rank(small: ModelSpec) -> None:
     assert num_stage_parameters(small, LayoutConfig(), 0, vocab_multiple=4).total == 4 * (20 + 480) + 96 + 8 + 96
+
+
+def test_parameters_under_tensor_parallelism(small: ModelSpec) -> None:
+    layout = LayoutConfig(tp=2, dp=3)
+    assert num_stage_parameters(small, layout, 0, vocab_multiple=4).total == 4 * (20 + 240) + 64 + 8 + 64
 
 
 def test_parameters_of_stages(small: ModelSpec, small_tied: ModelSpec) -> None:

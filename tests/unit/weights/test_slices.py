@@ -18,14 +18,17 @@ from megarl.weights.rope import DefaultRope
 from megarl.weights.slices import (
     ShardPosition,
     Slice,
+    Split,
     checksum,
     count_elements,
     load_slices,
+    shard_boxes,
     shard_slices,
     slice_checksums,
+    split_box,
     store_slices,
 )
-from megarl.weights.tables import FAMILIES
+from megarl.weights.tables import FAMILIES, Partition
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2
 HIDDEN, FFN, VOCAB, PADDED_VOCAB, LAYERS = 6, 8, 10, 16, 2
@@ -182,6 +185,10 @@ def rank_slices(
         (False, 2, 2, True, False),
         (True, 4, 1, False, False),
         (True, 8, 2, True, True),
+        (False, 4, 2, False, False),
+        (False, 8, 1, True, True),
+        (True, 1, 2, True, False),
+        (True, 2, 1, False, True),
     ],
 )
 def test_slices_partition_every_tensor(fused: bool, tp: int, dp: int, te: bool, tied: bool) -> None:
@@ -200,7 +207,7 @@ def test_slices_partition_every_tensor(fused: bool, tp: int, dp: int, te: bool, 
         assert torch.equal(owners[name], torch.ones_like(tensor)), name
 
 
-@pytest.mark.parametrize(("fused", "tp"), [(False, 2), (True, 4), (True, 8)])
+@pytest.mark.parametrize(("fused", "tp"), [(False, 2), (False, 8), (True, 2), (True, 4), (True, 8)])
 def test_load_fills_the_shards(fused: bool, tp: int) -> None:
     def empty(*args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         shards = megatron_shards(*args, **kwargs)  # type: ignore[arg-type]
@@ -214,6 +221,63 @@ def test_load_fills_the_shards(fused: bool, tp: int) -> None:
         load_slices(shard_slices(parameters.items(), spec, at), checkpoint)
         for name, shard in megatron_shards(hf, rank, tp, te=False).items():
             assert torch.equal(parameters[name], shard), name
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "expected"),
+    [
+        # Four query heads, a key and a value head of two rows: 12 rows, of which a rank has 6.
+        (
+            2,
+            4,
+            [((0, 6), (0, 0), (0, 0)), ((6, 8), (0, 2), (0, 2)), ((8, 14), (2, 2), (2, 2)), ((14, 16), (2, 4), (2, 4))],
+        ),
+        # 3 rows each: bounds lie within heads.
+        (
+            2,
+            8,
+            [
+                ((0, 3), (0, 0), (0, 0)),
+                ((3, 6), (0, 0), (0, 0)),
+                ((6, 8), (0, 1), (0, 0)),
+                ((8, 8), (1, 2), (0, 2)),
+                ((8, 11), (2, 2), (2, 2)),
+                ((11, 14), (2, 2), (2, 2)),
+                ((14, 16), (2, 3), (2, 2)),
+                ((16, 16), (3, 4), (2, 4)),
+            ],
+        ),
+        # One group of 20 rows.
+        (
+            1,
+            4,
+            [
+                ((0, 5), (0, 0), (0, 0)),
+                ((5, 10), (0, 0), (0, 0)),
+                ((10, 15), (0, 0), (0, 0)),
+                ((15, 16), (0, 2), (0, 2)),
+            ],
+        ),
+    ],
+)
+def test_more_shards_than_key_value_heads_cut_groups_of_heads(
+    num_kv_heads: int, size: int, expected: list[tuple[tuple[int, int], ...]]
+) -> None:
+    dims = replace(make_spec(tied=True).dims, num_kv_heads=num_kv_heads)
+    shapes = [(dims.dim(symbol), HIDDEN) for symbol in ("q", "kv", "kv")]
+    for rank, rows in enumerate(expected):
+        split = Split(rank, size, vocab_padding=1)
+        boxes = [split_box(Partition.QKV, shape, part, dims, split) for part, shape in enumerate(shapes)]
+        assert boxes == [(each, (0, HIDDEN)) for each in rows]
+
+
+def test_sections_of_a_tensor_begin_where_those_before_end() -> None:
+    """16 query rows, 8 key rows, 8 value rows; of a group of 4, 2 and 2, even ranks of eight have the queries."""
+    spec = make_spec(tied=True, fused=True)
+    rule = next(rule for rule in spec.family.weights if rule.partition is Partition.QKV)
+    assert spec.expected_tensors()["model.layers.0.self_attn.qkv_proj.weight"] == (32, HIDDEN)
+    rows = [[box[0] for box in shard_boxes(rule, spec.dims, Split(rank, 8, vocab_padding=1))] for rank in (2, 3)]
+    assert rows == [[(4, 8), (18, 18), (26, 26)], [(8, 8), (18, 20), (26, 28)]]
 
 
 def test_replicas_share_the_writing() -> None:
@@ -268,7 +332,7 @@ class LargestInt64(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("chunk", [7, 60])
+@pytest.mark.parametrize("chunk", [1, 7, 60, 1000])
 def test_checksum_looks_at_few_elements_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.weights.slices.CHECKSUM_CHUNK", chunk)
     tensor = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
@@ -301,3 +365,16 @@ def test_checksum_sees_misplaced_and_changed_elements() -> None:
     # A slice at the place of another.
     half = shape[0] // 2
     assert checksum(tensor[:half], (slice(0, half),), shape) != checksum(tensor[:half], (slice(half, None),), shape)
+
+
+def test_two_misplaced_shards_do_not_cancel() -> None:
+    """Two ranks that exchange their rows store the same multiset of values."""
+    hf = hf_tensors(tied=True)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    shape = tuple(hf[name].shape)
+    top, bottom = hf[name].chunk(2)
+    first, second = slice(0, FFN // 2), slice(FFN // 2, FFN)
+    right = checksum(top, (first,), shape) + checksum(bottom, (second,), shape)
+    wrong = checksum(bottom, (first,), shape) + checksum(top, (second,), shape)
+    assert right % (1 << 64) == checksum_by_definition(hf[name])
+    assert wrong % (1 << 64) != right % (1 << 64)

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.cluster.sync_plan import rank_holdings
+from megarl.config.schema import LayoutConfig
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.slices import ShardPosition, load_slices, shard_slices, store_slices
+from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices, store_slices
 from tests.helpers.small_model import write_config
 
 EXPERTS, HIDDEN, FFN = 4, 6, 4
@@ -81,6 +84,19 @@ def test_all_ranks_together_write_what_they_read(spec: ModelSpec, ep: int, etp: 
         assert torch.equal(written[name], tensor), name
 
 
+def test_engines_take_each_expert_by_its_own_name(spec: ModelSpec) -> None:
+    mine, at = parameters(0, 2), position(ep_rank=1, ep_size=2)
+    together, apart = (list(shard_slices(mine, spec, position(), at, by_expert=each)) for each in (False, True))
+    kinds = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    assert [part.tensor for part in together] == [f"{HF}{kind}" for _ in (2, 3) for kind in kinds]
+    assert [part.tensor for part in apart] == [f"{HF}{expert}.{kind}" for expert in (2, 3) for kind in kinds]
+
+    def is_same(stacked: Slice, own: Slice, expert: int) -> bool:
+        return stacked.index == (slice(expert, expert + 1), *own.index) and torch.equal(stacked.view, own.view)
+
+    assert all(is_same(*pair, 2 + i // 4) for i, pair in enumerate(zip(together, apart, strict=True)))
+
+
 @pytest.fixture
 def sections(tmp_path: Path) -> ModelSpec:
     """A model whose tensor of gates and ups has four rows of a gate, then four of an up, for each of four experts."""
@@ -107,3 +123,18 @@ def test_sections_of_all_experts(sections: ModelSpec) -> None:
         (f"{OWN.format(1)}gate_proj.weight", rows),
         (f"{OWN.format(1)}up_proj.weight", rows),
     ]
+
+
+def test_engines_and_ranks_agree_on_sections(sections: ModelSpec) -> None:
+    expected = sections.expected_tensors(by_expert=True)
+    assert GATE_UP not in expected
+    assert expected[f"{OWN.format(3)}gate_proj.weight"] == expected[f"{OWN.format(3)}up_proj.weight"] == (FFN, HIDDEN)
+    held = rank_holdings(sections, LayoutConfig(tp=2, dp=2, ep=2, etp=2), vocab_multiple=1)
+    needs = engine_needs(sections, 2)
+    for rank in range(4):
+        for expert in range(EXPERTS):
+            own = held[rank].get(f"{OWN.format(expert)}up_proj.weight")
+            first = FFN // 2 * (rank % 2)
+            assert own == ((((first, first + 2), (0, HIDDEN)),) if expert // 2 == rank // 2 else None)
+    assert needs[1][f"{OWN.format(0)}up_proj.weight"] == (((2, 4), (0, HIDDEN)),)
+    assert needs[1][f"{OWN.format(0)}down_proj.weight"] == (((0, HIDDEN), (2, 4)),)

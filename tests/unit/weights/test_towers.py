@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.layout import LayoutConfig
@@ -120,6 +121,70 @@ def test_models_without_a_tower_are_refused() -> None:
     spec = read_model_spec(Path(__file__).parents[3] / "configs/model/hf/qwen3-0.6b")
     with pytest.raises(ConfigError, match="family qwen3 has no vision tower to read images with"):
         spec.with_tower("none")
+
+
+def test_the_language_model_of_an_architecture_decides_about_its_family(tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path, "internvl_qwen3")
+    assert read_model_spec(path).family.name == "internvl_qwen3"
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["model_type"] = "qwen2"
+    (path / "config.json").write_text(json.dumps(config))
+    # Qwen2's attention has biases.
+    assert read_model_spec(path).expected_tensors().keys() - read_tensors(path).keys() == {
+        f"language_model.model.layers.{i}.self_attn.{name}_proj.bias" for i in range(4) for name in "qkv"
+    }
+    config["text_config"]["model_type"] = "internlm2"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"got 'internlm2', and InternVL.* is supported with one of qwen2, qwen3"):
+        read_model_spec(path)
+
+
+def test_names_of_gemma_3_as_published(tmp_path: Path) -> None:
+    """In its files the tower has a part more in its name than in transformers."""
+    path = make_vision_model(tmp_path, "gemma3")
+    tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in read_tensors(path).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tower = read_model_spec(path, tower="none").tower
+    assert tower is not None
+    held = {each.removeprefix("model.") for each in _names_in_transformers(path)}
+    assert {*tower.names.values()} == {name for name in held if not name.startswith("language_model.")}
+
+
+# Its sizes on Hugging Face, with the language model's beside the tower's, as files before transformers 4.52 have them.
+QWEN2_5_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "image_token_id": 151655,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584, "spatial_merge_size": 2},
+    "vocab_size": 152064,
+}
+
+
+def test_qwen2_5_vl_as_published(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_VL_7B))
+    spec = read_model_spec(tmp_path)
+    # 7,615,616,512 of Qwen2.5-7B, whose language model has the same sizes.
+    shapes = spec.expected_tensors()
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 7_615_616_512
+    assert spec.rope_theta == 1e6
+    assert not spec.dims.windows
+    with torch.device("meta"):
+        text = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).language_model
+    assert {f"model.{name}" for name, _ in text.named_parameters()} == shapes.keys() - {"lm_head.weight"}
 
 
 def test_axes_of_m_rope_are_those_of_transformers() -> None:
