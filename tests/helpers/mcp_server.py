@@ -34,8 +34,8 @@ async def doze(seconds: float) -> str:
 
 @server.tool()
 def whoami() -> str:
-    """Say the process and the variable NAME."""
-    return f"{os.getpid()} {os.environ.get('NAME')}"
+    """Say the process and the variables NAME and KEY."""
+    return f"{os.getpid()} {os.environ.get('NAME')} {os.environ.get('KEY')}"
 
 
 @server.tool()

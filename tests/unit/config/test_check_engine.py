@@ -72,12 +72,17 @@ def test_every_argument_of_vllm_is_classified() -> None:
     assert sum(map(len, classes)) == len(known)
 
 
-def test_what_changes_the_policy_or_its_weights_is_refused() -> None:
-    assert {
-        *("hf_overrides", "model_weights", "worker_cls", "scheduler_cls", "logits_processors", "cpu_offload_gb"),
-        *("offload_group_size", "dcp_q_replicate", "kv_transfer_config", "reasoning_config", "watermark_config"),
-        *("override_generation_config", "disable_sliding_window", "mamba_config", "logprobs_mode", "enable_lora"),
-    } <= REFUSED.keys()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf_overrides", "model_weights", "worker_cls", "scheduler_cls", "logits_processors", "cpu_offload_gb",
+        "offload_group_size", "dcp_q_replicate", "kv_transfer_config", "reasoning_config", "override_generation_config",
+        "disable_sliding_window", "watermark_config", "mamba_config",
+    ],
+)  # fmt: skip
+def test_what_changes_the_policy_or_its_weights_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine\.vllm\.{name}: cannot be set here: "):
+        check_train(config(**{name: 1}))
 
 
 def test_an_argument_of_a_later_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +150,7 @@ def test_experts_are_not_rounded_on_cpus() -> None:
     ("on_cpu", "tp", "model", "why"),
     [
         (True, 2, {"num_experts": 4}, "vLLM's CPU build ends by a segmentation fault with it"),
+        (False, 2, {}, "the model has no experts"),
         (False, 1, {"num_experts": 4}, "rollout.engine.tp=1 leaves a single worker to hold them"),
     ],
 )
@@ -163,6 +169,7 @@ def test_whole_experts_need_a_gpu_experts_and_workers(
     [
         ("cpu", {"quantization": "fp8_per_block"}, {"quantization": "megarl_fp8_per_block"}),
         ("cuda", {"quantization": "fp8_per_block"}, {"quantization": "fp8_per_block"}),
+        ("cuda", {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e4m3"}),
         ("cuda", {"tp": 2, "expert_parallel": True}, {"enable_expert_parallel": True}),
         (
             "cuda",
@@ -176,6 +183,12 @@ def test_whole_experts_need_a_gpu_experts_and_workers(
                 }
             },
         ),
+        (
+            "cuda",
+            {"speculation": {"method": "mtp", "num_tokens": 1}},
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        ),
+        ("cuda", {}, {}),
         ("cuda", {"pp": 2}, {"pipeline_parallel_size": 2}),
     ],
 )

@@ -50,8 +50,19 @@ def test_experts_are_split_over_the_ranks_of_a_stage() -> None:
     [
         (
             LayoutConfig(dp=4, ep=4),
+            QWEN,
+            "actor.layout.ep: got 4, which does not divide the model's num_experts=6; valid values: 1, 2, 3, 6",
+        ),
+        (
+            LayoutConfig(dp=4, ep=4),
             MIXTRAL,
             "actor.layout.ep: got 4, which does not divide the model's num_local_experts=6; valid values: 1, 2, 3, 6",
+        ),
+        (
+            LayoutConfig(dp=3, etp=3),
+            QWEN,
+            "actor.layout.etp: got 3, which does not divide the model's moe_intermediate_size=40; valid values: 1, 2, "
+            "4, 5, 8, 10, 20, 40",
         ),
         (
             LayoutConfig(dp=3, etp=3),
@@ -70,11 +81,22 @@ def test_experts_are_split_over_the_ranks_of_a_stage() -> None:
             DENSE,
             "actor.layout.ep: got 2, but the model has no experts to split; set actor.layout.ep=1",
         ),
+        (
+            LayoutConfig(dp=2, etp=2),
+            DENSE,
+            "actor.layout.etp: got 2, but the model has no experts to split; set actor.layout.etp=1",
+        ),
     ],
 )
 def test_what_does_not_split(layout: LayoutConfig, model: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_experts(layout, model, "actor")
+
+
+def test_what_splits() -> None:
+    for model in (QWEN, MIXTRAL):
+        check_experts(LayoutConfig(tp=2, sequence_parallel=True, dp=3, ep=3, etp=2), model, "actor")
+    check_experts(LayoutConfig(tp=2), DENSE, "actor")
 
 
 def test_settings_for_experts_need_some() -> None:
@@ -141,6 +163,13 @@ def test_padded_experts_cannot_take_new_weights(tp: int, width: int, remedy: str
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_expert_width(config, model, 32)
     check_expert_width(config, model, 1)
+
+
+@pytest.mark.parametrize(
+    ("tp", "model"), [(2, {"num_experts": 6, "moe_intermediate_size": 64}), (2, {"intermediate_size": 80})]
+)
+def test_whole_blocks_of_experts_and_dense_models_can(tp: int, model: dict[str, object]) -> None:
+    check_expert_width(engine_config(tp), model, 32)
 
 
 def engine_config(tp: int) -> Config:

@@ -61,12 +61,24 @@ def device(capability: float | None) -> Device:
     [
         ({"fp8": "blockwise"}, "actor.fp8: got blockwise, which needs CUDA, but this is cpu; set actor.fp8=null"),
         (
+            {"moe": MoeConfig(dispatcher="deepep")},
+            "actor.moe.dispatcher: got deepep, which needs CUDA, but this is cpu; set actor.moe.dispatcher=alltoall",
+        ),
+        (
             {"prefix_attention": "flex"},
             "actor.prefix_attention: got flex, which needs CUDA, but this is cpu; set actor.prefix_attention=null",
         ),
         (
             {"moe": MoeConfig(grouped_gemm=True)},
             "actor.moe.grouped_gemm: got true, which needs CUDA, but this is cpu; set actor.moe.grouped_gemm=false",
+        ),
+        (
+            {"moe": MoeConfig(fuse_permute=True)},
+            "actor.moe.fuse_permute: got true, which needs CUDA, but this is cpu; set actor.moe.fuse_permute=false",
+        ),
+        (
+            {"moe": MoeConfig(fuse_router=True)},
+            "actor.moe.fuse_router: got true, which needs CUDA, but this is cpu; set actor.moe.fuse_router=false",
         ),
     ],
 )
@@ -92,8 +104,10 @@ def test_their_package_must_be_there(
     ("fp8", "capability", "expected"),
     [
         ("blockwise", 8.0, ">= 9.0"),
+        ("mxfp8", 9.0, ">= 10.0 and < 12.0"),
         ("mxfp8", 12.0, ">= 10.0 and < 12.0"),
         ("blockwise", 9.0, None),
+        ("mxfp8", 10.3, None),
         ("mxfp8", None, None),
     ],
 )
@@ -138,7 +152,9 @@ def test_an_older_transformer_engine_lacks_some(on_cuda: list[Device], monkeypat
 @pytest.mark.parametrize(
     ("moe", "engine", "num_groups", "permute", "router"),
     [
+        (MoeConfig(), (2, 11), 1, True, True),
         (MoeConfig(), (2, 6), 1, True, False),
+        (MoeConfig(), (2, 0), 1, False, False),
         (MoeConfig(), None, 1, False, False),
         (MoeConfig(), (2, 11), 8, True, False),
         (MoeConfig(replay_routing=True), (2, 11), 1, True, False),

@@ -74,6 +74,9 @@ def test_sound_layouts(layout: LayoutConfig) -> None:
 @pytest.mark.parametrize(
     ("layout", "num_layers"),
     [
+        (LayoutConfig(), 5),
+        (LayoutConfig(pp=2), 4),
+        (LayoutConfig(pp=2, first_stage_layers=3), 5),
         (LayoutConfig(pp=2, first_stage_layers=2, last_stage_layers=3), 5),
         (LayoutConfig(pp=4, first_stage_layers=1, last_stage_layers=2), 9),
         (LayoutConfig(pp=2, virtual_pp=2), 8),
@@ -93,6 +96,16 @@ def test_layers_that_fill_the_stages(layout: LayoutConfig, num_layers: int) -> N
             "5 layers do not split over pp=2 stages (first_stage_layers=None, last_stage_layers=None)",
         ),
         (
+            LayoutConfig(pp=2, first_stage_layers=5),
+            5,
+            "5 layers do not split over pp=2 stages (first_stage_layers=5, last_stage_layers=None)",
+        ),
+        (
+            LayoutConfig(pp=2, first_stage_layers=2, last_stage_layers=2),
+            5,
+            "5 layers do not split over pp=2 stages (first_stage_layers=2, last_stage_layers=2)",
+        ),
+        (
             LayoutConfig(pp=2, virtual_pp=2),
             6,
             "6 layers do not split over pp=2 stages of 2 chunks (first_stage_layers=None, last_stage_layers=None)",
@@ -103,6 +116,13 @@ def test_layers_that_do_not(layout: LayoutConfig, num_layers: int, message: str)
     remedy = "choose another pp, or set x.first_stage_layers or last_stage_layers so that the rest divides evenly"
     with pytest.raises(ConfigError, match=f"^{re.escape(f'x: {message}; {remedy}')}$"):
         check_stages(layout, {"num_hidden_layers": num_layers}, "x")
+
+
+def test_a_pipeline_layout_has_all_layers() -> None:
+    layout = LayoutConfig(pp=2, pipeline_layout="Ett|ttL")
+    message = "x.pipeline_layout: got Ett|ttL with 4 layers, expected the model's num_hidden_layers=5; change it"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_stages(layout, {"num_hidden_layers": 5}, "x")
 
 
 @pytest.mark.parametrize("text", ["tt|ttL", "Ett|tt", "Ett|mttL", "E|L(tt)"])
@@ -118,10 +138,3 @@ def test_chunks_of_rows_share_no_prefixes() -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         ActorConfig(share_prefixes=True, layout=LayoutConfig(cp=2)).check("x")
     ActorConfig(share_prefixes=False, layout=LayoutConfig(cp=2)).check("x")
-
-
-def test_a_pipeline_layout_has_all_layers() -> None:
-    layout = LayoutConfig(pp=2, pipeline_layout="Ett|ttL")
-    message = "x.pipeline_layout: got Ett|ttL with 4 layers, expected the model's num_hidden_layers=5; change it"
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check_stages(layout, {"num_hidden_layers": 5}, "x")

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from megarl.config.check_lora import check_lora_sync
+from megarl.config.check_lora import check_lora, check_lora_sync
 from megarl.config.check_model import check_engine_model
 from megarl.config.load import from_dict
 from megarl.config.lora import ENGINE_RANKS, LoraConfig, sent_alone
@@ -107,3 +108,17 @@ def test_engines_on_cpus_have_no_adapters_beside_experts(sync: str) -> None:
     check_engine_model(run, {}, on_cpu=True)
     with pytest.raises(ConfigError, match=r"actor\.lora\.sync: .*") if sync == "adapter" else nullcontext():
         check_engine_model(run, experts, on_cpu=True)
+
+
+@pytest.mark.parametrize("name", ["enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "lora_dtype"])
+def test_adapters_of_engines_follow_from_those_of_the_actor(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.engine\.vllm\.{name}: cannot be set here: "):
+        config({}, rollout={"engine": {"vllm": {name: 1}}}).rollout.engine.check("rollout.engine")
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_transformer_engines_layers_take_adapters(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_lora(config({"rank": 4}))

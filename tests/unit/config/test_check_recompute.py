@@ -31,6 +31,11 @@ def actor(kind: str, *modules: str, **more: Any) -> ActorConfig:
             "x.recompute=selective, or remove it",
         ),
         (
+            actor("selective", recompute_layers=2),
+            "x.recompute_layers: got 2 with x.recompute=selective, which does not use it; set x.recompute=full, or "
+            "remove it",
+        ),
+        (
             actor("full", recompute_layers=2, recompute_unit=3),
             "x.recompute_unit: got 3 with x.recompute_layers=2, whose layers are recomputed one by one; remove one of "
             "them",
@@ -51,6 +56,10 @@ def test_what_does_not_combine(settings: ActorConfig, message: str) -> None:
         settings.check("x")
 
 
+def test_a_critic_may_use_what_the_actor_does_not() -> None:
+    actor("none", "mlp").check("x")
+
+
 @pytest.mark.parametrize(
     ("settings", "model", "message"),
     [
@@ -59,6 +68,11 @@ def test_what_does_not_combine(settings: ActorConfig, message: str) -> None:
             actor("selective", "shared_experts"),
             SPARSE,
             "got shared_experts, but the model of the critic has no shared experts; remove shared_experts",
+        ),
+        (
+            actor("selective", "mla_up_proj"),
+            SPARSE,
+            "got mla_up_proj, but the model of the critic has no latent attention; remove mla_up_proj",
         ),
         (
             actor("full", recompute_unit=2, layout=LayoutConfig(pp=2)),

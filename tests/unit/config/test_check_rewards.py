@@ -74,6 +74,10 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             "rewards.sources.a: says how a scorer judges this source, but rewards.custom judges it",
         ),
         (
+            {"custom": {"functions": {"a": {"path": "mine"}}}},
+            "rewards.custom.functions.a.path: got 'mine', expected a Python file (.py)",
+        ),
+        (
             {"custom": {"path": "a.py", "name": "f", "functions": {"f": {"path": "b.py"}}}},
             "rewards.custom.functions.f: rewards.custom.path has a function of this name; rename this one",
         ),
@@ -127,11 +131,6 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             {"manager": "hybrid", "hybrid": {"parts": {"a": RULE}, "routes": {"q": ["a", "a"]}}},
             "rewards.hybrid.routes.q: got ['a', 'a'], expected each part once",
         ),
-        (hybrid({"a": {**RULE, "judge": "c"}}), "rewards.hybrid.parts.a.judge: is set, but manager=rule"),
-        (
-            {"manager": "remote", "remote": {"urls": ["http://judge:x/"]}},
-            "rewards.remote.urls: got 'http://judge:x/', expected http://host:port/path, or https",
-        ),
         ({"manager": "judge"}, "rewards.manager=judge: asks the only entry of rewards.judges, but there is none"),
         ({"judges": {"a": ENDPOINT}}, "rewards.judges.a: nothing asks this judge; set rewards.manager=judge"),
         (
@@ -142,6 +141,7 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             hybrid({"a": {"manager": "judge", "judge": "c"}}, judges={"a": ENDPOINT}),
             "rewards.hybrid.parts.a.judge: got 'c', expected an entry of rewards.judges: a",
         ),
+        (hybrid({"a": {**RULE, "judge": "c"}}), "rewards.hybrid.parts.a.judge: is set, but manager=rule"),
         (judge(endpoint={}), "rewards.judges.style: got none of endpoint.urls, server, use_policy, expected one"),
         (judge(use_policy=True), "rewards.judges.style: got endpoint.urls and use_policy of endpoint.urls, server"),
         (
@@ -164,11 +164,13 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             judge(endpoint={}, use_policy=True, budget={"tokens": 1}),
             "rewards.judges.style.use_policy: got true with cache, budget or sampling.extra_body",
         ),
+        (judge(endpoint={"urls": ["judge"]}), "rewards.judges.style.endpoint.urls: got 'judge', expected http://"),
         (
             judge(endpoint={"urls": ["ftp://user:pw@judge"]}),
             "rewards.judges.style.endpoint.urls: got 'ftp://***masked***@judge', expected http://",
         ),
         (judge(opponents=2), "rewards.judges.style.opponents: got 2, expected an even number, with mode=pairwise only"),
+        (judge(opponents=3, mode="pairwise"), "rewards.judges.style.opponents: got 3, expected an even number"),
         (judge(verdict={"pattern": "("}), "rewards.judges.style.verdict.pattern: got '(': missing ), unterminated"),
         (
             judge(verdict={"pattern": "a|b"}),
@@ -180,20 +182,38 @@ def test_sound_sections(section: dict[str, Any]) -> None:
         ),
         (judge(verdict={"scale": [1, 1]}), "rewards.judges.style.verdict.scale: got [1.0, 1.0], expected [low, high]"),
         (judge(mode="pairwise", verdict={"scale": [0, 1]}), "rewards.judges.style.verdict: with mode=pairwise, labels"),
+        (judge(mode="pairwise", verdict={"labels": {"x": 2}}), "rewards.judges.style.verdict: with mode=pairwise"),
         (
             judge(sampling={"combine": "median"}),
             "rewards.judges.style.sampling.combine: got 'median', expected 'mean' with mode=pairwise or one vote",
         ),
         (judge(sampling={"votes": 2}), "rewards.judges.style.sampling.votes: got 2 with temperature=0"),
+        (judge(value=0), "rewards.judges.style.value: got 0.0, but rewards.judges.style.on_error=drop_rows"),
         ({"manager": "remote"}, "rewards.remote.urls: is empty, but rewards.manager=remote; list reward services"),
+        (
+            hybrid({"judge": {"manager": "remote"}}),
+            "rewards.remote.urls: is empty, but rewards.hybrid.parts.judge.manager=remote",
+        ),
         ({"remote": {"urls": URLS}}, "rewards.remote.urls: is set, but nothing asks these services"),
         (
             {"manager": "remote", "remote": {"urls": URLS, "on_error": "value"}},
             "rewards.remote.value: is not set, but rewards.remote.on_error=value",
         ),
         (
+            {"manager": "remote", "remote": {"urls": URLS, "value": 0}},
+            "rewards.remote.value: got 0.0, but rewards.remote.on_error=drop_rows",
+        ),
+        (
             {"manager": "remote", "remote": {"urls": ["judge:8000"]}},
             "rewards.remote.urls: got 'judge:8000', expected http://host:port/path, or https",
+        ),
+        (
+            {"manager": "remote", "remote": {"urls": ["http://judge:x/"]}},
+            "rewards.remote.urls: got 'http://judge:x/', expected http://host:port/path, or https",
+        ),
+        (
+            hybrid({"a": {"manager": "remote", "urls": ["ftp://judge/"]}}),
+            "rewards.hybrid.parts.a.urls: got 'ftp://judge/'",
         ),
     ],
 )
@@ -229,3 +249,10 @@ def test_names_are_the_users_and_their_settings_are_not() -> None:
         rewards(hybrid={"parts": {"a": {}}})
     with pytest.raises(ConfigError, match=r"rewards.sources: got \[\] \(list\), expected a mapping from names to"):
         rewards(sources=[])
+
+
+def test_numbers_of_named_sections_have_ranges() -> None:
+    with pytest.raises(ConfigError, match=r"rewards.hybrid.parts.a.weight: got 0.0, expected not 0"):
+        check_serve_reward(rewards(**hybrid({"a": {**RULE, "weight": 0}})))
+    with pytest.raises(ConfigError, match=r"rewards.sources.q.format_weight: got 1.0, expected in \[0, 1\)"):
+        check_serve_reward(rewards(sources={"q": {"format_weight": 1}}))

@@ -34,6 +34,11 @@ def test_the_connection_between_hosts(settings: dict[str, Any], here: Any, expec
     assert derived.value == expected
 
 
+def test_a_single_host_needs_no_connection_to_others() -> None:
+    assert host_group(Config(), CUDA) is None
+    assert host_group(Config(placement=PlacementConfig(mode="split")), CUDA) is not None
+
+
 def test_only_null_is_filled() -> None:
     found = Derived(key="sync.host_group", value="device", reason="it is"), None
     assert filled(Config(), found).sync == SyncConfig(host_group="device")

@@ -43,7 +43,9 @@ def test_a_section_lists_its_keys_and_the_sections_within() -> None:
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
+        ("rollout.num_sample", "did you mean 'rollout.num_samples'"),
         ("actor_rollout_ref.rollout.n", "verl's name for 'rollout.num_samples'"),
+        ("nothing", "there are: run, model"),
     ],
 )
 def test_an_unknown_key_gets_the_advice_that_a_run_file_would_get(key: str, advice: str) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from megarl.algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from megarl.config.explain import explain
-from megarl.config.load import dump, load_config, with_overrides
-from megarl.config.part_settings import use_plugins_of
+from megarl.config.load import PACKAGED, dump, load_config, with_overrides
+from megarl.config.part_settings import BESIDE, use_plugins_of, value_of
 from megarl.config.plugins import activate, active_plugins, registrations
 from megarl.config.schema import Config
 from megarl.config.setting import differences
@@ -63,10 +63,12 @@ def _widths() -> dict[str, float]:
 @pytest.mark.parametrize(
     ("overrides", "widths"),
     [
+        ([_WIDE], {}),
         ([_WIDE, "algo.policy_loss.width=0.3"], {"wide": 0.3}),
         ([_WIDE, "algo.policy_loss={width: 1e-1, clip_high: 0.2}"], {"wide": 0.1}),
         (["algo.settings.wide.width=3", _WIDE], {"wide": 3.0}),
         (["algo.aggregation=scaled", "algo.settings.scaled.width=4"], {"scaled": 4.0}),
+        (["algo.filter.names=[picky]", "algo.settings={picky: {width: 5}}"], {"picky": 5.0}),
     ],
 )
 def test_the_settings_of_a_part_reach_it_in_every_process(
@@ -112,6 +114,8 @@ def test_a_run_file_has_them_beside_the_name_and_an_override_wins(plugin: str, t
     ("overrides", "message"),
     [
         ([_WIDE, "algo.policy_loss.widht=1"], r"unknown key 'algo.policy_loss.widht'; did you mean '.*loss.width'"),
+        ([_WIDE, "algo.policy_loss.clip_hihg=1"], r"did you mean 'algo.policy_loss.clip_high'"),
+        ([_WIDE, "algo.policy_loss.zzz=1"], r"algo.policy_loss has: width, kinds, odd, name, clip_low"),
         (
             [_WIDE, "algo.policy_loss.width=wide"],
             r"loss.width: got 'wide' \(str\), expected a finite float",
@@ -122,6 +126,9 @@ def test_a_run_file_has_them_beside_the_name_and_an_override_wins(plugin: str, t
         (["algo.settings.wide.width=1"], r"is not read, as nothing chooses wide; remove it, or set algo.policy"),
         (["algo.settings.wied.width=1"], r"did you mean 'wide'\?"),
         (["algo.policy_loss.width=1"], r"unknown key 'algo.policy_loss.width'; algo.policy_loss has: name, clip_low"),
+        (["algo.settings=3", _WIDE, "algo.policy_loss.width=1"], r"unknown key 'algo.policy_loss.width'"),
+        (["algo.policy_loss.name=[wide]", "algo.policy_loss.width=1"], r"algo.policy_loss.name: got \['wide'\]"),
+        (["algo.aggregation=scaled", "algo.settings.scaled.width=-1"], r"algo.settings.scaled.width: got -1.0, exp"),
     ],
 )
 def test_wrong_settings_are_refused_as_megarls_own(plugin: str, overrides: list[str], message: str) -> None:
@@ -129,10 +136,17 @@ def test_wrong_settings_are_refused_as_megarls_own(plugin: str, overrides: list[
         use_plugins_of(with_overrides(Config(), [plugin, *overrides]))
 
 
+def test_without_plugins_an_unknown_key_is_refused_where_it_stands() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'algo.policy_loss.width'"):
+        load_config(PACKAGED / "run" / "sums-rl.yaml", ["algo.policy_loss.width=1"])
+
+
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
         ("dict", r"parts.py:\d+.*policy loss 'odd': settings: got <class 'dict'>, expected a class under @dataclass"),
+        ("dataclass(type('A', (), {}))", "frozen=True"),
+        ("make_dataclass('A', ['a'], frozen=True)", "give every field a default"),
         ("make_dataclass('A', [], frozen=True)", r"expected a function that takes \(x, cfg, settings\)"),
     ],
 )
@@ -144,6 +158,16 @@ def test_wrong_declarations_are_refused(declared: str, message: str, tmp_path: P
     )
     with pytest.raises(ConfigError, match=message):
         use_plugins_of(with_overrides(Config(), [f"algo.plugins=['{tmp_path / 'parts.py'}']"]))
+
+
+def test_two_parts_with_settings_do_not_share_a_name(plugin: str, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(_PARTS.replace("scaled", "wide"))
+    with pytest.raises(ConfigError, match="two parts with settings are called 'wide'; rename one"):
+        use_plugins_of(with_overrides(Config(), [plugin]))
+
+
+def test_settings_may_stand_beside_what_chooses_a_part() -> None:
+    assert all(isinstance(value_of(Config(), key), str) for key in BESIDE)
 
 
 def test_explain_says_what_a_part_declares(plugin: str) -> None:
@@ -158,9 +182,3 @@ def test_explain_says_what_a_part_declares(plugin: str) -> None:
     ]
     with pytest.raises(ConfigError, match=r"unknown key 'algo\.policy_loss\.width'"):
         explain("algo.policy_loss.width", Config())
-
-
-def test_two_parts_with_settings_do_not_share_a_name(plugin: str, tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text(_PARTS.replace("scaled", "wide"))
-    with pytest.raises(ConfigError, match="two parts with settings are called 'wide'; rename one"):
-        use_plugins_of(with_overrides(Config(), [plugin]))

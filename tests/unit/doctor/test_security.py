@@ -22,6 +22,7 @@ from megarl.doctor.security import (
 )
 from megarl.errors import DataError
 from megarl.host.listeners import Listener, listeners
+from tests.helpers.second_user import UID
 
 
 def is_fine(_: Path) -> None:
@@ -117,10 +118,23 @@ def test_core_dumps_and_neighbours() -> None:
     assert neighbours_finding({0, me, 4711}).found == "1 run processes here: uid 4711"
 
 
+def test_a_run_of_this_user_alone(run_dir: Path) -> None:
+    assert {finding.status for finding in of_run(run_dir).values()} == {Severity.OK}
+    assert of_run(run_dir)["who may read RUN"].found == "its owner alone"
+    run_dir.chmod(0o750)
+    assert "0750" in of_run(run_dir)["who may read RUN"].found
+
+
 def test_a_run_that_others_may_write(run_dir: Path) -> None:
     (run_dir / "config.yaml").chmod(0o620)
     found = of_run(run_dir)["who may write RUN"]
     assert (found.status, found.advice) == (Severity.UNSAFE, f"chmod -R go-w {run_dir}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_run_with_a_file_of_another_user(run_dir: Path) -> None:
+    os.chown(run_dir / "config.yaml", UID, UID)
+    assert of_run(run_dir)["owner of RUN"].status is Severity.WARN
 
 
 def test_a_link_that_leads_out_of_a_run(run_dir: Path, tmp_path: Path) -> None:
@@ -147,6 +161,10 @@ def test_a_checkpoint_that_is_more_than_data(run_dir: Path) -> None:
 
     found = of_run(run_dir, refuse)["checkpoints"]
     assert (found.status, found.found) == (Severity.UNSAFE, f"{index.parents[1]}: is more than data")
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    assert [each.status for each in check_run(tmp_path / "gone", is_fine)] == [Severity.UNSAFE]
 
 
 def test_all_is_looked_at(run_dir: Path) -> None:

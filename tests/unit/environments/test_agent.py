@@ -121,8 +121,7 @@ def test_a_synchronous_agent_has_a_thread_and_may_read_streams() -> None:
 
 def test_more_agents_wait_in_threads_at_once_than_a_pool_has() -> None:
     def one(prompt: Prompt, base_url: str, api_key: str) -> float:
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as there:
-            there.chat.completions.create(model="any", messages=QUESTION)  # type: ignore[arg-type]
+        httpx.post(f"{base_url}/chat/completions", json={"messages": QUESTION}, timeout=60.0).raise_for_status()
         return 1.0
 
     async def all_of_them() -> list[Talk]:
@@ -153,9 +152,21 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     assert asyncio.run(converse({"agent": agent}, "4", "5", "6")).last.reward == 0.0
 
 
+# What a client's package, which takes seconds to import, does with its variables.
+ASK = """
+import json, os, urllib.request
+
+def ask(messages):
+    url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, json.dumps({"messages": messages}).encode(), headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
 def program(tmp_path: Path, code: str) -> dict[str, Any]:
     path = tmp_path / "agent.py"
-    path.write_text(textwrap.dedent(code), encoding="utf-8")
+    path.write_text(ASK + textwrap.dedent(code), encoding="utf-8")
     return {"command": [sys.executable, str(path)]}
 
 
@@ -163,12 +174,10 @@ def test_a_program_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path)
     command = program(
         tmp_path,
         """
-        import json, sys
-        import openai
+        import sys
 
         row = json.load(sys.stdin)
-        answer = openai.OpenAI().chat.completions.create(model="any", messages=row["messages"])
-        text = answer.choices[0].message.content
+        text = ask(row["messages"])
         print("said", text)
         print(json.dumps({"reward": float(text == row["ground_truth"]), "level": row["extra_info"]["level"]}))
         """,
@@ -197,8 +206,7 @@ def test_a_program_gets_the_keys_that_are_passed_on_and_no_others(
     command = program(
         tmp_path,
         f"""
-        import json, os, openai
-        openai.OpenAI().chat.completions.create(model="any", messages={QUESTION!r})
+        ask({QUESTION!r})
         print(json.dumps({{"names": sorted(name for name, value in os.environ.items() if value == "of the user")}}))
         """,
     )
@@ -282,25 +290,6 @@ def test_verifiers_compacts_its_context_and_goes_on() -> None:
     assert [reply.is_context for reply in talk.replies[1:4]] == [False, True, False]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_verifiers_calls_its_tool_and_goes_on() -> None:
-    call = '<tool_call>{"name": "multiplier_multiply", "arguments": {"b": 21, "a": 37}}</tool_call>'
-    talk = asyncio.run(
-        converse({"command": verifiers_command()}, f"So {call}", "It is 777", "3", "3.", reply_timeout_s=300.0)
-    )
-    assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
-    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
-    assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0]
-    assert talk.text == (
-        "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"
-        f"<|im_start|>assistant\nSo {call}<|im_end|>\n<|im_start|>tool\n777<|im_end|>\n"
-        "<|im_start|>assistant\nIt is 777<|im_end|>\n<|im_start|>user\nAre you sure, 0?<|im_end|>\n"
-        "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nAre you sure, 1?<|im_end|>\n"
-        "<|im_start|>assistant\n3.<|im_end|>"
-    )
-
-
 CHATTER = """
 import sys
 for stream in (sys.stdout, sys.stderr):
@@ -356,9 +345,9 @@ def test_nothing_of_a_program_is_left_when_its_conversation_ends(tmp_path: Path)
     command = program(
         tmp_path,
         f"""
-        import subprocess, openai
+        import subprocess
         print(subprocess.Popen(["sleep", "600"]).pid, file=open({str(tmp_path / "pid")!r}, "w"), flush=True)
-        openai.OpenAI().chat.completions.create(model="any", messages={QUESTION!r})
+        ask({QUESTION!r})
         """,
     )
     talk = asyncio.run(converse(command))

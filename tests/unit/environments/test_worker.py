@@ -457,12 +457,12 @@ def test_a_conversation_goes_on_only_where_its_environment_can() -> None:
     assert started.is_anew
 
 
-def test_two_thousand_conversations_wait_at_once_and_all_are_closed() -> None:
+def test_hundreds_of_conversations_wait_at_once_and_all_are_closed() -> None:
     Echo.closed.clear()
 
     async def talk() -> float:
         there = host()
-        keys = range(2000)
+        keys = range(300)
         await asyncio.gather(*(there.start(key, StartRequest(prompt=prompt())) for key in keys))
         began = time.monotonic()
         await asyncio.gather(*(there.act(key, turn("one")) for key in keys))
@@ -471,8 +471,8 @@ def test_two_thousand_conversations_wait_at_once_and_all_are_closed() -> None:
         return took
 
     took = asyncio.run(talk())
-    assert len(Echo.closed) == 2000
-    print(f"{2000 / took:.0f} turns/s")
+    assert len(Echo.closed) == 300
+    print(f"{300 / took:.0f} turns/s")
 
 
 def test_rows_name_no_code(tmp_path: Path) -> None:

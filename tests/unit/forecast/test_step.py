@@ -37,6 +37,5 @@ def test_a_checkpoint_holds_weights_main_parameters_and_moments() -> None:
     for what in ("the offloaded trainer", "a checkpoint in the making"):
         assert stop.host[what] == pytest.approx(8 * (2 / 16 + 12 / 32) * 32.762e9, rel=1e-2)
     # These are 122.05 GiB each.
-    for host_gib, warned in ((200, ["122 for the offloaded trainer, 122 for a checkpoint in the making"]), (300, [])):
-        plan = plan_run(config, device_bytes=80 << 30, host_bytes=host_gib << 30, with_data=False)
-        assert [each for text in plan.warnings for each in warned or ["host memory"] if each in text] == warned
+    plan = plan_run(config, device_bytes=80 << 30, host_bytes=200 << 30, with_data=False)
+    assert any("122 for the offloaded trainer, 122 for a checkpoint in the making" in text for text in plan.warnings)

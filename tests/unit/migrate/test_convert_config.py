@@ -426,36 +426,6 @@ def test_a_value_of_the_wrong_kind_is_listed_and_stops_nothing() -> None:
     assert any("expected int" in why for why in converted.lost.values())
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("A=2\nB=$((A * 3 + 1))\npython3 -m verl.trainer.main_ppo data.train_batch_size=$B", 7),
-        ("B=${A:-5}\npython3 -m verl.trainer.main_ppo data.train_batch_size=${B}", 5),
-        (
-            'A=\'6\'  # six\nB="$A"\npython3 -m verl.trainer.main_ppo \\\n  data.train_batch_size="${B}" | tee x',
-            6,
-        ),
-        ('L=(\n  data.train_batch_size=8\n)\nL+=(data.shuffle=True)\npython -m verl.trainer.main_ppo "${L[@]}"', 8),
-        ("python3 verl/trainer/main_ppo.py +data.train_batch_size=9 2>&1", 9),
-        ("python3 -m verl.trainer.main_ppo 'data.train_batch_size=${data.gen_batch_size}' data.gen_batch_size=10", 10),
-    ],
-)
-def test_a_script_s_variables(script: str, expected: int, tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(script)
-    peer = read_peer_file(path)
-    assert peer.options["data.train_batch_size"] == expected
-    assert peer.unreadable == {}
-
-
-def test_a_variable_that_the_script_does_not_set_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=${BATCH} data.train_files=$DATA/x.parquet")
-    peer = read_peer_file(path)
-    assert peer.options == {}
-    assert list(peer.unreadable) == ["data.train_batch_size=$BATCH", "data.train_files=$DATA/x.parquet"]
-
-
 _START = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
 
 
@@ -463,27 +433,6 @@ def _convert(tmp_path: Path, script: str, *given: str, command: int | None = Non
     path = tmp_path / "run.sh"
     path.write_text(script)
     return convert(read_peer_file(path, given, command))
-
-
-_SMOKE = f"""
-LEN=4096 STEPS=500 LR=1e-6
-if [[ "${{SMOKE:-0}}" == 1 ]]; then LEN=64 STEPS=2 LR=1e-3; fi
-{_START} data.max_response_length=$LEN trainer.total_training_steps=$STEPS actor_rollout_ref.actor.optim.lr=$LR
-"""
-
-
-@pytest.mark.parametrize(("given", "expected"), [((), (4096, 500, 1e-6)), (("SMOKE=1",), (64, 2, 1e-3))])
-def test_only_the_branch_that_runs_counts(given: tuple[str, ...], expected: tuple[Any, ...], tmp_path: Path) -> None:
-    converted = _convert(tmp_path, _SMOKE, *given)
-    keys = ("rollout.max_response_tokens", "trainer.total_steps", "actor.optimizer.lr")
-    assert tuple(converted.settings[key] for key in keys) == expected
-    assert any("SMOKE" in each for each in converted.assumed)
-    assert all("SMOKE" in line for line in to_run_file(converted, "run.sh").splitlines() if "is run with" in line)
-
-
-def test_quotes_in_lists(tmp_path: Path) -> None:
-    script = f"""S="Let us think"\nARGS=(\n  trainer.project_name="$S"  # it's ours\n)\n{_START} "${{ARGS[@]}}" "$@" """
-    assert _convert(tmp_path, script + "trainer.logger='[wandb]'").settings["logging.wandb_project"] == "Let us think"
 
 
 def test_what_only_the_machine_decides_is_listed_and_gets_no_default(

@@ -413,12 +413,6 @@ RUNS = sorted(path.name for path in (ROOT / "configs/run").glob("*.yaml") if pat
 PARAMETERS = {"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096}
 
 
-def test_there_are_configurations_of_real_models() -> None:
-    assert {"gsm8k-qwen3-8b.yaml", "gsm8k-qwen3-32b.yaml", "gsm8k-llama-3.1-8b.yaml"} <= set(RUNS)
-    assert {"gsm8k-qwen3-235b-a22b.yaml", "gsm8k-deepseek-v3.yaml"} <= set(RUNS)
-    assert {f"math-qwen3-{size}.yaml" for size in PARAMETERS} <= set(RUNS)
-
-
 @pytest.mark.parametrize(
     "size", ["1.7b", *(pytest.param(size, marks=pytest.mark.long) for size in PARAMETERS if size != "1.7b")]
 )
@@ -443,14 +437,23 @@ def by_size(names: Sequence[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.long) if LARGE.search(name) else name for name in names]
 
 
-@pytest.mark.parametrize("name", by_size(RUNS))
+RECOMMENDED = ("qwen3-8b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3")
+# Of the others a dense model, one with experts and one with adapters stay; the next test has further models.
+QUICK = ("gsm8k-qwen3-8b.yaml", "gsm8k-qwen3-8b-lora.yaml", "gsm8k-qwen3-30b-a3b.yaml")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
+)
 def test_real_models_fit_devices_of_80_gib(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     main(["train", f"configs/run/{name}", "--dry-run", "--device-gib", "80", "--json"])
     plan = json.loads(capsys.readouterr().out)
-    assert max(phase["total"] for alike in plan["devices"] for phase in alike["phases"].values()) < 80 * GIB
+    # Those whose layouts `megarl plan` recommends leave a tenth free.
+    limit = 80 * GIB * (0.9 if name.removeprefix("gsm8k-").removesuffix(".yaml") in RECOMMENDED else 1.0)
+    assert max(phase["total"] for alike in plan["devices"] for phase in alike["phases"].values()) < limit
     assert {len(node["ranks"]) for node in plan["nodes"]} == {1 if name.endswith("-lora.yaml") else 8}
     # Tensor-parallel groups do not leave their node.
     assert all(
@@ -519,13 +522,6 @@ def test_a_run_file_anywhere_has_a_plan(
     assert role["model_config"] == str(ROOT.resolve() / "configs/model/hf/qwen3-8b/config.json")
 
 
-def test_options_of_the_dry_run_need_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["train", str(ROOT / "configs/run/sums-rl.yaml"), "--json"])
-    assert caught.value.code == 2
-    assert "--json, --device-gib and --calibration: go with --dry-run" in capsys.readouterr().err
-
-
 def test_settings_may_follow_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     main(["train", "configs/run/gsm8k-qwen3-8b.yaml", "--dry-run", "--json", "run.name=other"])
@@ -555,11 +551,6 @@ def test_a_dry_run_fetches_a_config_from_the_hub_and_no_weights(
     assert {"*.json", "*.jinja", "*.txt", "*.model"} <= set(patterns[0])
     assert "*.safetensors" not in patterns[0]
     assert plan.missing[0].endswith("(model.path)")
-
-
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json: no such file"):
-        plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [f"model.path={tmp_path}"]))
 
 
 def test_a_dry_run_warns_as_the_run_does_and_reads_the_data_that_is_there(
@@ -722,13 +713,6 @@ def test_without_hints_nothing_changes(tmp_path: Path) -> None:
     assert all(forward.rows == {"plain": 32} for forward in steps.forward)
 
 
-@pytest.mark.parametrize("run", ["gsm8k-qwen3-8b.yaml", "math-qwen3-1.7b.yaml"])
-def test_published_runs_show_their_hinted_passes(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", str(ROOT / "configs/run" / run), "use.algo=cpo", "--dry-run"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scoring    actor")]
-    assert " rows with their hint of up to " in line
-
-
 @pytest.mark.parametrize(("mib", "device"), [(900_000, "GPU"), (900_000_000, "host")])
 def test_a_cache_that_no_device_or_host_can_hold_is_refused(tmp_path: Path, mib: int, device: str) -> None:
     config = with_overrides(small_config(tmp_path), [f"rollout.engine.kv_cache_mib={mib}"])
@@ -738,3 +722,15 @@ def test_a_cache_that_no_device_or_host_can_hold_is_refused(tmp_path: Path, mib:
     else:
         with assuming("cuda"), pytest.raises(ConfigError, match="got 900000, but a device has 81,920 MiB; lower it"):
             plan_run(config, device_bytes=80 << 30)
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json: no such file"):
+        plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [f"model.path={tmp_path}"]))
+
+
+def test_options_of_the_dry_run_need_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(ROOT / "configs/run/sums-rl.yaml"), "--json"])
+    assert caught.value.code == 2
+    assert "--json, --device-gib and --calibration: go with --dry-run" in capsys.readouterr().err

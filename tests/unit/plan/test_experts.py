@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.config.load import load_config
 from megarl.config.models import MoeConfig
 from megarl.config.schema import LayoutConfig
+from megarl.config.target import checked_for, named_target
 from megarl.plan import recompute
+from megarl.plan.build import plan_run
 from megarl.plan.memory import layer_activation_bytes
 from megarl.plan.recompute import moe_kernels
+from megarl.plan.render import to_json, to_text
 from megarl.weights.dims import Routing
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import num_local_experts, num_stage_parameters
 from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]
-DRY_RUN = "train configs/run/gsm8k-qwen3-30b-a3b.yaml --dry-run --device-gib 80"
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 6,
@@ -51,19 +53,6 @@ def test_parameters_of_a_rank(small_experts: ModelSpec) -> None:
     assert num_local_experts(small_experts, LayoutConfig(dp=3, ep=3)) == 2
 
 
-def test_only_layers_with_experts_are_counted(tmp_path: Path) -> None:
-    """Layers 1 and 3 of four; stages of chunks of one layer are layers 0 and 2, and 1 and 3."""
-    spec = read_model_spec(write_config(tmp_path, **EXPERTS, decoder_sparse_step=2))
-    layouts = {LayoutConfig(pp=2): (1, 1), LayoutConfig(pp=2, virtual_pp=2): (0, 2)}
-    dense = 3 * 12 * 8
-    for layout, with_experts in layouts.items():
-        for stage, count in enumerate(with_experts):
-            counted = num_stage_parameters(spec, layout, stage, vocab_multiple=2)
-            assert counted.experts == count * ALL_EXPERTS
-            ends = 10 * 8 if stage == 0 else 10 * 8 + 8
-            assert counted.others == 2 * (ATTENTION + NORMS) + count * ROUTER + (2 - count) * dense + ends
-
-
 def test_activations_of_a_layer(small_experts: ModelSpec) -> None:
     # Two experts of 10 for every token, and two copies of it in and out of them, of half of the tokens.
     layout = LayoutConfig(tp=2, sequence_parallel=True)
@@ -89,10 +78,11 @@ def test_kernels_for_experts_are_derived(monkeypatch: pytest.MonkeyPatch, small_
     assert list(moe_kernels(MoeConfig(), None)) == []
 
 
-def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    main([*DRY_RUN.split(), "--json"])
-    plan = json.loads(capsys.readouterr().out)
+    with checked_for(named_target(None, gpus=True)):
+        found = plan_run(load_config(Path("configs/run/gsm8k-qwen3-30b-a3b.yaml")), device_bytes=80 << 30)
+    plan, text = json.loads(to_json(found)), to_text(found)
     # 48 layers of 128 experts, each three matrices of 768 × 2048.
     num_experts = 48 * 128 * 3 * 768 * 2048
     attention, norms = 2048 * 128 * (2 * 32 + 2 * 4), 2 * 2048 + 2 * 128
@@ -108,9 +98,20 @@ def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, caps
     others = first["num_parameters"] - num_experts // 16
     # Float32 main parameters and two moments: of experts whole, of the rest over two replicas.
     assert first["resident"]["optimizer"] == 12 * num_experts // 16 + 12 * others // 2
-    main(DRY_RUN.split())
-    text = capsys.readouterr().out
     assert "derived    actor.moe.fuse_permute=True: Transformer Engine has the kernel\n" in text
     assert "30,532,122,624 parameters (28,991,029,248 in experts), trained" in text
     assert "dp 2 × pp 2, sequence parallel, experts over ep 8 × etp 1\n" in text
     assert "parameters per rank (1,811,939,328 in 16 experts per layer)\n" in text
+
+
+def test_only_layers_with_experts_are_counted(tmp_path: Path) -> None:
+    """Layers 1 and 3 of four; stages of chunks of one layer are layers 0 and 2, and 1 and 3."""
+    spec = read_model_spec(write_config(tmp_path, **EXPERTS, decoder_sparse_step=2))
+    layouts = {LayoutConfig(pp=2): (1, 1), LayoutConfig(pp=2, virtual_pp=2): (0, 2)}
+    dense = 3 * 12 * 8
+    for layout, with_experts in layouts.items():
+        for stage, count in enumerate(with_experts):
+            counted = num_stage_parameters(spec, layout, stage, vocab_multiple=2)
+            assert counted.experts == count * ALL_EXPERTS
+            ends = 10 * 8 if stage == 0 else 10 * 8 + 8
+            assert counted.others == 2 * (ATTENTION + NORMS) + count * ROUTER + (2 - count) * dense + ends

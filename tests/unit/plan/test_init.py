@@ -91,16 +91,6 @@ def test_usual_columns_are_found_and_a_refusal_writes_nothing(own_data: InitRequ
         init_run(replace(own_data, directory=own_data.directory / "other"))
 
 
-def test_a_reward_function_of_ones_own(own_data: InitRequest, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(
-        '{"prompt": "1+1=?", "reward_model": {"ground_truth": "2"}, "data_source": "mine"}\n' * 16
-    )
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
-    config = load_config(init_run(replace(own_data, reward=f"{mine}:score")))
-    assert (config.rewards.custom.path, config.rewards.custom.name) == (str(mine), "score")
-
-
 def tiny_model(directory: Path) -> Path:
     make_tiny_model(directory / "model", TinyModelConfig(num_layers=1), seed=0)
     return directory / "model"

@@ -12,7 +12,7 @@ from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
 from megarl.host.device.platform import assuming
 from megarl.parallel.optimizers import optimizer_settings
-from megarl.plan.build import plan_run
+from megarl.plan.sizes import size_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -62,14 +62,14 @@ def test_stages_of_one_chunk_have_nothing_to_compute_meanwhile() -> None:
         LayoutConfig(pp=2, overlap_p2p=True).check("x")
 
 
-def test_plans_say_what_is_derived() -> None:
-    def derived(*overrides: str, gib: int | None = 80) -> dict[str, object]:
+def test_sizes_say_what_is_derived() -> None:
+    def derived(*overrides: str) -> dict[str, object]:
         config = load_config(ROOT / "configs/run/gsm8k-qwen3-30b-a3b.yaml", overrides)
-        plan = plan_run(config, device_bytes=None if gib is None else gib << 30, with_data=False)
-        return {each.key: each.value for each in plan.derived if "overlap" in each.key}
+        with assuming("cuda"):
+            sized = size_run(config, 80 << 30)
+        return {each.key: each.value for each in sized.derived if "overlap" in each.key}
 
     gathers, messages = "actor.optimizer.overlap_param_gather", "actor.layout.overlap_p2p"
     assert derived() == {gathers: True}
     assert derived("actor.layout.virtual_pp=2") == {gathers: True, messages: True}
     assert derived("actor.layout.virtual_pp=2", f"{messages}=true", f"{gathers}=true") == {}
-    assert derived(gib=None) == {}

@@ -57,8 +57,8 @@ def test_shipped_runs_on_h100s(name: str, expected: str) -> None:
     ("name", "overrides", "sizes"),
     [
         ("qwen3-8b", [], (28, 31, 36, 47)),
-        ("qwen3-30b-a3b", [], (38, 46, 67)),
-        ("deepseek-v3", [], (116,)),
+        pytest.param("qwen3-30b-a3b", [], (38, 46, 67), marks=pytest.mark.long),
+        pytest.param("deepseek-v3", [], (116,), marks=pytest.mark.long),
         ("qwen3-8b", GIVEN_SHARE, (80,)),
         ("qwen3-8b", BESIDE, (141,)),
     ],

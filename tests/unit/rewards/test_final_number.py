@@ -4,7 +4,6 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.rewards import score
-from megarl.rewards.final_number import normalise_number
 
 
 @pytest.mark.parametrize(
@@ -40,14 +39,6 @@ def test_gsm8k(response: str, ground_truth: str, expected: float) -> None:
     reward = score("openai/gsm8k", response, ground_truth, {})
     assert reward.score == expected
     assert reward.correct == (expected == 1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("$1,234.00", "1234"), (".5", "0.5"), ("-.5", "-0.5"), ("18.", "18"), (" 7 ", "7"), ("12.050", "12.050")],
-)
-def test_normalise_number(text: str, expected: str) -> None:
-    assert normalise_number(text) == expected
 
 
 @pytest.mark.parametrize(

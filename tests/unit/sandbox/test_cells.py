@@ -130,6 +130,12 @@ if child == 0:
         assert int(run(program, "before = n\ntime.sleep(0.1)\nn - before").stdout) > 0
 
 
+def test_output_is_limited_by_cell(sandbox: Sandbox) -> None:
+    with sandbox.program("") as program:
+        endings = {run(program, "print('x' * 100_000)").ending for _ in range(3)}
+    assert endings == {Ending.WAITS}
+
+
 def test_other_tasks_and_the_end_leave_nothing_of_cells(sandbox: Sandbox) -> None:
     source = "import os\nprint(os.listdir(), 'left' in globals())"
     cell = Cell(code="left = 1\nopen('left', 'w').close()")
@@ -138,6 +144,13 @@ def test_other_tasks_and_the_end_leave_nothing_of_cells(sandbox: Sandbox) -> Non
     )
     assert script.stdout == b"[] False\n"
     assert again.stdout == b"[] False\nFalse\n"
+
+
+def test_a_program_that_does_not_compile_has_no_cells(sandbox: Sandbox) -> None:
+    with sandbox.program("def f(:") as program:
+        outcome = run(program, "1")
+    assert (outcome.ending, outcome.exit_code) == (Ending.EXITED, 1)
+    assert outcome.stderr.endswith(b"SyntaxError: invalid syntax\n")
 
 
 def test_a_cell_may_answer_for_itself_but_hides_nothing(sandbox: Sandbox) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl_sandbox import Ending, RunWithInput, Sandbox
-from tests.helpers.sandboxes import LIMITS, printed, run_contained
+from tests.helpers.sandboxes import BRIEF, LIMITS, printed, run_contained
 
 MIB = 2**20
 # Statements after which `refused(f, ...)` says with what error a call fails.
@@ -95,6 +95,16 @@ def test_endless_output(sandbox: Sandbox, stream: str) -> None:
     (outcome,) = run_contained(sandbox, f"import sys\nwhile True:\n    sys.{stream}.write('x' * 1000)")
     assert outcome.ending is Ending.OUTPUT
     assert len(outcome.stdout) + len(outcome.stderr) <= LIMITS.output_bytes
+
+
+def test_output_of_exactly_the_limit(sandbox: Sandbox) -> None:
+    outcomes = run_contained(
+        sandbox,
+        "import os\nn = int(input())\nwhile n:\n    n -= os.write(1, b'x' * n)",
+        *(RunWithInput(text=str(LIMITS.output_bytes + more)) for more in (0, 1)),
+    )
+    assert [outcome.ending for outcome in outcomes] == [Ending.EXITED, Ending.OUTPUT]
+    assert len(outcomes[0].stdout) == LIMITS.output_bytes
 
 
 def test_writes_outside(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -363,3 +373,9 @@ except OSError:
     outcomes = run_contained(sandbox, attempt, RunWithInput(text=""), RunWithInput(text=""))
     assert {outcome.ending for outcome in outcomes} <= {Ending.EXITED, Ending.LOST}
     assert printed(sandbox, "print(2)") == "2\n"
+
+
+def test_wall_time(brief_sandbox: Sandbox) -> None:
+    (outcome,) = run_contained(brief_sandbox, "import time\ntime.sleep(60)")
+    assert outcome.ending is Ending.WALL_TIME
+    assert outcome.cpu_s < BRIEF.cpu_s

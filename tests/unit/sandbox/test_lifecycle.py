@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 
 from megarl.doctor.finding import Severity
 from megarl.doctor.machine import check_sandbox
-from megarl_sandbox import Ending, Isolation, Limits, OptionError, RunWithInput, Sandbox, SandboxOptions, process
+from megarl_sandbox import Ending, Isolation, Limits, OptionError, RunWithInput, Sandbox, SandboxOptions, process, wire
+from megarl_sandbox.jail import kernel, namespaces
+from megarl_sandbox.process import REMEDIES
 from tests.helpers.sandboxes import BRIEF
 from tests.helpers.waiting import wait_until
 
@@ -43,6 +46,16 @@ def test_a_sandbox_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
         assert gone(family)
         with sandbox.program("print(2)") as program:
             assert program.run(RunWithInput(text="")).stdout == b"2\n"
+
+
+def test_a_sandbox_that_is_killed_while_it_closes_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a task that it has not read, its end of the connection is reset."""
+    with Sandbox(SandboxOptions(limits=BRIEF)) as sandbox, sandbox.program("print(1)") as program:
+        family = [psutil.Process(program.keeper), *psutil.Process(program.keeper).children()]
+        psutil.Process(program.keeper).suspend()
+        wire.send(program._connection, {"kind": "RunWithInput", "text": ""})
+        monkeypatch.setattr(process, "MARGIN_S", 1.0)
+    assert gone(family)
 
 
 def test_a_launcher_that_died_is_started_again() -> None:
@@ -149,6 +162,12 @@ with Sandbox(limits_only) as sandbox, sandbox.program("print(5)") as program:
     assert otherwise == "b'5\\n'"
 
 
+def test_every_step_has_a_remedy() -> None:
+    source = "".join(file.read_text() for file in Path(kernel.__file__).parent.glob("*.py"))
+    named = set(re.findall(r'(?:step|StepError)\("([^"]+)"', source)) | set(namespaces.NAMESPACES)
+    assert named == set(REMEDIES)
+
+
 def test_what_an_interpreter_cannot_live_with_is_no_failure_of_programs() -> None:
     options = SandboxOptions(limits=Limits(output_mib=1e-6))
     with (
@@ -174,6 +193,27 @@ except OSError as error:
     refusals = ("Permission denied", "Read-only file system")
     expected = {f"{os.path.realpath(packages)}/scanner.py: {refusal}" for refusal in refusals}
     assert outcome.stdout.decode().strip() in expected
+
+
+def test_packages_in_the_place_of_scratch_files() -> None:
+    options = SandboxOptions(import_paths=("/tmp/packages",))
+    with (
+        Sandbox(options) as sandbox,
+        pytest.raises(OptionError, match="need /tmp/packages, but their own files take"),
+    ):
+        sandbox.program("")
+
+
+@pytest.mark.parametrize("name", ["cpu_s", "wall_s", "memory_mib", "processes", "files_mib", "files", "output_mib"])
+def test_limits_are_positive(name: str) -> None:
+    with pytest.raises(OptionError, match=f"limits.{name}: got 0, expected more than 0"):
+        Limits(**{name: 0})
+
+
+def test_the_doctor_tries_it() -> None:
+    finding = check_sandbox()
+    assert (finding.status, finding.subject) == (Severity.OK, "code sandbox")
+    assert finding.found == "namespaces (the stronger of two kinds)"
 
 
 class TestLimitsOnly:
@@ -225,24 +265,3 @@ time.sleep(float(input()))
             with sandbox.program("") as program:
                 os.kill(program.keeper, signal.SIGKILL)
             assert not Path(sandbox._scratch, str(program.keeper)).exists()
-
-
-@pytest.mark.parametrize("name", ["cpu_s", "wall_s", "memory_mib", "processes", "files_mib", "files", "output_mib"])
-def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(OptionError, match=f"limits.{name}: got 0, expected more than 0"):
-        Limits(**{name: 0})
-
-
-def test_the_doctor_tries_it() -> None:
-    finding = check_sandbox()
-    assert (finding.status, finding.subject) == (Severity.OK, "code sandbox")
-    assert finding.found == "namespaces (the stronger of two kinds)"
-
-
-def test_packages_in_the_place_of_scratch_files() -> None:
-    options = SandboxOptions(import_paths=("/tmp/packages",))
-    with (
-        Sandbox(options) as sandbox,
-        pytest.raises(OptionError, match="need /tmp/packages, but their own files take"),
-    ):
-        sandbox.program("")

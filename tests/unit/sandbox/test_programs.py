@@ -6,7 +6,7 @@ import pytest
 
 from megarl_sandbox import Call, Ending, Outcome, RunWithInput, Sandbox
 from megarl_sandbox.jail.values import decode
-from tests.helpers.sandboxes import run_contained
+from tests.helpers.sandboxes import printed, run_contained
 
 
 def test_input_and_output(sandbox: Sandbox) -> None:
@@ -44,6 +44,20 @@ def test_endings_of_scripts(sandbox: Sandbox, source: str, code: int, stdout: by
     assert outcome.stderr.endswith(stderr)
 
 
+def test_a_signal(sandbox: Sandbox) -> None:
+    with sandbox.program("import os; os.kill(os.getpid(), 11)") as program:
+        outcome = program.run(RunWithInput(text=""))
+    assert (outcome.ending, outcome.exit_code, outcome.signal) == (Ending.SIGNALLED, None, 11)
+
+
+def test_the_standard_library_is_there(sandbox: Sandbox) -> None:
+    modules = (
+        "asyncio bisect bz2 collections ctypes decimal fractions heapq itertools json lzma math re sqlite3 ssl zlib"
+    )
+    run = "\nasync def f(): return 5\nprint(asyncio.run(f()), decimal.Decimal('0.1') * 3)"
+    assert printed(sandbox, f"import {', '.join(modules.split())}{run}") == "5 0.3\n"
+
+
 def test_every_run_starts_afresh(sandbox: Sandbox) -> None:
     source = """
 import builtins, os, random
@@ -55,6 +69,12 @@ open("seen", "w").close()
     seen = [outcome.stdout.decode().rsplit(" ", 1) for outcome in outcomes]
     assert [state for state, _ in seen] == ["[] False"] * 3
     assert len({number for _, number in seen}) == 3
+
+
+def test_programs_draw_different_numbers(sandbox: Sandbox) -> None:
+    assert printed(sandbox, "import random; print(random.random())") != printed(
+        sandbox, "import random; print(random.random())"
+    )
 
 
 FUNCTIONS = """
@@ -80,6 +100,18 @@ def test_calls(sandbox: Sandbox) -> None:
         [1, None, 1, None],
         "ababab",
     ]
+
+
+def test_an_object_that_claims_to_equal_everything(sandbox: Sandbox) -> None:
+    (outcome,) = run_contained(sandbox, FUNCTIONS + "f = AlwaysEqual", Call(function="f", arguments=[]))
+    value = decode(outcome.answer, 100)
+    assert value != 4
+    assert [value].count(decode(outcome.answer, 100)) == 0
+
+
+def test_leaving_before_the_test_gives_no_answer(sandbox: Sandbox) -> None:
+    (outcome,) = run_contained(sandbox, "import os\ndef f(): return 1\nos._exit(0)", Call(function="f", arguments=[]))
+    assert (outcome.exit_code, outcome.answer) == (0, b"")
 
 
 def test_threads_of_this_process_share_a_sandbox(sandbox: Sandbox) -> None:

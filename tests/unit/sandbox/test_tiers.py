@@ -18,8 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.doctor.finding import Severity
+from megarl.doctor.machine import check_sandbox
 from megarl.host.temp_dir import make_temp_dir
-from megarl_sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions
+from megarl_sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions, process
+from megarl_sandbox.jail import calls
 from megarl_sandbox.jail.scratch import delete_tree
 from tests.helpers.sandboxes import BRIEF, LIMITS
 from tests.helpers.second_user import as_nobody, needs_second_user
@@ -373,3 +376,21 @@ def test_others_can_put_nothing_among_the_directories_of_programs(monkeypatch: p
         assert not scratch.exists()
     finally:
         shutil.rmtree(run)
+
+
+def test_the_doctor_names_the_weaker_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(process._TIERS, Isolation.AUTO, (Isolation.LANDLOCK,))  # type: ignore[misc]
+    finding = check_sandbox()
+    assert finding.status is Severity.OK
+    assert finding.found.startswith("Landlock (the weaker of two kinds")
+
+
+def test_the_list_of_calls() -> None:
+    """Numbers from the kernel's tables: read, openat, futex and kill of both machines; socket and execve in none."""
+    for column, (read, openat, futex, kill, absent) in enumerate(
+        [(0, 257, 202, 62, (41, 59, 322)), (63, 56, 98, 129, (198, 221, 281))]
+    ):
+        alone, together = (set(calls.numbers(column, one_process=value)) for value in (True, False))
+        assert {read, openat, futex} <= alone < together
+        assert kill in together - alone
+        assert not together & set(absent)

@@ -23,6 +23,7 @@ def back_from(value: object) -> Any:
     [
         None,
         True,
+        -3,
         2**63,
         -(10**5000),
         0.1,
@@ -51,6 +52,16 @@ def test_values_come_back_as_they_are(value: object) -> None:
     back = back_from(value)
     assert back == value
     assert isinstance(value, type(back) | frozenset)
+
+
+def test_types_stay_apart() -> None:
+    assert back_from((1, 2)) != [1, 2]
+    assert back_from({1, 2}) != [1, 2]
+    assert back_from({"tuple": [1]}) == {"tuple": [1]}
+
+
+def test_objects_equal_nothing() -> None:
+    assert back_from(object()) not in (None, "object", {"unknown": "object"})
 
 
 class Liar(list):  # type: ignore[type-arg]
@@ -116,6 +127,19 @@ def test_shared_values_count_wherever_they_appear_and_arrays_are_lists() -> None
     assert decode(encode(np.array([["a", "b"]], dtype="U10")), 4) == [["a", "b"]]
 
 
+def test_the_state_of_a_container_comes_back() -> None:
+    mine = {"a": [1, 2]}
+    written, objects = pack([mine], lambda _: ["unknown"])
+    (theirs,), known = unpack(json.loads(json.dumps(written)), lambda *_: Unknown())
+    inner = mine["a"]
+    theirs["a"].append(3)
+    theirs["b"] = theirs["a"]
+    answer, _ = pack([theirs["b"]], lambda _: ["unknown"], known)
+    (value,), _ = unpack(answer, lambda *_: Unknown(), objects)
+    assert value is inner
+    assert mine == {"a": [1, 2, 3], "b": [1, 2, 3]}
+
+
 def at(*node: object) -> bytes:
     """One container in place of the value."""
     return json.dumps({"roots": [["at", 0]], "nodes": [list(node)]}).encode()
@@ -152,14 +176,6 @@ def test_what_is_no_value(data: bytes) -> None:
         decode(data, 100)
 
 
-def test_the_state_of_a_container_comes_back() -> None:
-    mine = {"a": [1, 2]}
-    written, objects = pack([mine], lambda _: ["unknown"])
-    (theirs,), known = unpack(json.loads(json.dumps(written)), lambda *_: Unknown())
-    inner = mine["a"]
-    theirs["a"].append(3)
-    theirs["b"] = theirs["a"]
-    answer, _ = pack([theirs["b"]], lambda _: ["unknown"], known)
-    (value,), _ = unpack(answer, lambda *_: Unknown(), objects)
-    assert value is inner
-    assert mine == {"a": [1, 2, 3], "b": [1, 2, 3]}
+def test_a_deep_message_is_none() -> None:
+    with pytest.raises(ValueFormatError, match="no value"):
+        decode(b"[" * 10**6, 100)

@@ -86,3 +86,23 @@ def test_branches_without_labels_are_not_computed_by_themselves() -> None:
     # A row without labels is computed as today.
     paths = paths_of([row_of([0] * 9)])
     assert [path.row.token_ids.tolist() for path in paths] == [[10, 11, 12, 13]]
+
+
+def test_a_fork_within_the_prompt_has_a_shorter_prompt() -> None:
+    row = Row(
+        uid="a",
+        sample_index=0,
+        token_ids=np.array([1, 2, 3, 4, 5], dtype=np.int32),
+        num_prompt_tokens=3,
+        loss_mask=np.array([1, 1], dtype=np.bool_),
+        forks=(Fork(4, 0),),
+    )
+    paths = paths_of([row])
+    assert [path.row.token_ids.tolist() for path in paths] == [[1, 2, 3, 4], [1, 5]]
+    assert [path.row.num_prompt_tokens for path in paths] == [3, 1]
+    assert [path.columns.tolist() for path in paths] == [[0], [1]]
+
+
+def test_nothing_predicts_the_first_token_of_a_path() -> None:
+    with pytest.raises(ValueError, match="first token of a path, which nothing predicts"):
+        row_of([0, 0, 0, 0, 0, 0, 0, 1, 0])

@@ -54,6 +54,11 @@ def test_images_that_do_not_fit_their_row_are_refused(images: list[RowImage], me
         row([5, 5, 5, 5], *images)
 
 
+def test_another_prompt_is_refused_beside_images() -> None:
+    with pytest.raises(ValueError, match="row a/0: shows images"):
+        row([5, 6, 7], image("x", 1)).after_prompt(np.array([1, 2]))
+
+
 def test_paths_have_the_images_that_they_show() -> None:
     """The second branch goes on from the first token, and shows an image of its own."""
     forked = replace(row([1, 9, 9, 2, 9, 9, 3], image("x", 1, 2), image("y", 4, 5)), forks=(Fork(4, 0),))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.types import Row
-from megarl.types.prefixes import count_shared, family_order, held_prefixes
+from megarl.types.forks import Fork
+from megarl.types.prefixes import count_shared, counted_once, family_order, held_prefixes
 
 
 def make_row(*tokens: int, experts: list[int] | None = None) -> Row:
@@ -32,6 +33,15 @@ def test_tokens_and_their_recorded_experts_are_shared() -> None:
     assert count_shared(routed, make_row(1, 2, 3)) == 0
 
 
+def test_equal_tokens_that_follow_others_are_not_shared() -> None:
+    """In the first row the fourth token follows the third, in the second the second one; later forks do not matter."""
+    row, forked = make_row(1, 2, 3, 4, 5), replace(make_row(1, 2, 3, 4, 5), forks=(Fork(3, 1),))
+    assert count_shared(row, forked) == count_shared(forked, row) == 3
+    assert count_shared(forked, replace(make_row(1, 2, 3, 4, 5, 6), forks=(Fork(3, 1), Fork(5, 0)))) == 5
+    assert count_shared(forked, replace(forked, forks=(Fork(3, 0),))) == 3
+    assert [row.num_uncounted for row in counted_once([row, forked, row])] == [0, 3, 5]
+
+
 def test_families_come_in_the_order_of_their_first_rows() -> None:
     rows = [
         make_row(5, 1, 9),
@@ -47,6 +57,12 @@ def test_families_come_in_the_order_of_their_first_rows() -> None:
     assert family_order(rows) == [0, 4, 2, 5, 7, 1, 6, 3]
     assert family_order([make_row(i) for i in (4, 2, 300, 70000, 1)]) == [0, 1, 2, 3, 4]
     assert family_order([]) == []
+
+
+def test_holders_by_hand() -> None:
+    rows = [make_row(1, 2, 3), make_row(1, 5), make_row(9), make_row(1, 2, 4, 5), make_row(1, 2, 4, 6), make_row(1, 5)]
+    assert [count for _, count in held_prefixes(rows)] == [0, 1, 0, 2, 3, 2]
+    assert [holder for holder, count in held_prefixes(rows) if count] == [0, 0, 3, 1]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=12))

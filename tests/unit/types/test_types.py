@@ -1,5 +1,6 @@
 """What batches of rows answer, and how sums become a loss and metrics."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from megarl.types import (
     Sample,
     Segment,
     SegmentSource,
+    VersionSpan,
     batches,
     prompt_segment,
     row_batch,
@@ -66,6 +68,13 @@ def test_quantities_are_padded_when_they_are_read(monkeypatch: pytest.MonkeyPatc
         scored_batch([*rows, other], [Reward(score=1.0, correct=True)] * 2)
 
 
+def test_a_batch_without_rows_lacks_nothing() -> None:
+    """Ranks that have no rows compute the same sums as the others, of nothing."""
+    batch = row_batch([], device=CPU)
+    assert batch.loss_mask.shape == batch.quantity("advantages").shape == (0, 0)
+    assert batch.quantity("advantages").is_floating_point()
+
+
 def test_a_row_with_only_some_quantities() -> None:
     row = make_row(advantages=[1.0, 0.0], values=[2.0, 0.0])
     assert set(row.only({"values", "returns"}).quantities) == {"values"}
@@ -113,3 +122,32 @@ def test_every_sum_has_its_denominator() -> None:
     assert sums.total(counts).item() == 6 / 2 + 10 / 32
     assert sums.shares(counts) == {"a": 1 / 2, "b": 1 / 4, "c": 1 / 4, "d": 1 / 32}
     assert LossSums(objective={"loss": torch.tensor(6.0)}).total(counts).item() == 3.0
+
+
+def test_token_ids_take_four_bytes() -> None:
+    """They cross from engine to driver to rank, and no vocabulary needs more."""
+    prompt = prompt_segment([5, 6])
+    answer = replace(prompt_segment([7]), source=SegmentSource.POLICY, loss_mask=np.ones(1, np.bool_))
+    sample = Sample(uid="a", sample_index=0, seed=0, segments=(prompt, answer), finish_reason=FinishReason.STOP)
+    row = row_from_sample(sample)
+    assert row.token_ids.tolist() == [5, 6, 7]
+    assert row.token_ids.dtype == sample.response_token_ids.dtype == np.int32
+    assert sample.num_response_tokens == 1
+    # A single segment is not copied.
+    assert row.loss_mask is answer.loss_mask
+
+
+def test_a_sampled_token_takes_nine_bytes_on_its_way() -> None:
+    """Its id, its log-prob and whether it trains; versions are spans, however many tokens one sampled."""
+    n = 10_000
+    segment = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=np.arange(n, dtype=np.int32),
+        loss_mask=np.ones(n, np.bool_),
+        versions=(VersionSpan(3, n - 1), VersionSpan(4, 1)),
+        rollout_logprobs=np.zeros(n, np.float32),
+    )
+    assert 9 * n < len(pickle.dumps(segment)) < 9 * n + 1000
+    assert segment.weight_versions.tolist() == [3] * (n - 1) + [4]
+    with pytest.raises(ValueError, match="segment versions: got 2 tokens in spans, expected 10000 like token_ids"):
+        replace(segment, versions=(VersionSpan(3, 2),))

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_what_is_no_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found.read(store.put(b"no image"))
 
 
+def test_further_cuts_of_an_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = SimpleNamespace(image_processor=SimpleNamespace(do_pan_and_scan=True))
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: cuts)
+    monkeypatch.setattr(reader, "import_torchvision", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"reads further cuts of an image \(do_pan_and_scan\), which is not supported"
+    ):
+        ImageReader(tmp_path, ImageStore(tmp_path)).processor  # noqa: B018
+
+
 def _turned(data: bytes) -> bytes:
     import io
 
@@ -98,6 +109,15 @@ def test_what_was_read_last_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for digest in "abacabb":
         found.read(digest)
     assert "".join(made) == "abcb"
+
+
+def test_torchvision_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchvision", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(torchvision_part, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"needs torchvision, which is not in {tmp_path}/images; run `make install`"):
+        torchvision_part.import_torchvision()
 
 
 def test_torchvision_comes_before_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
