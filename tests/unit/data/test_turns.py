@@ -87,7 +87,7 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@pytest.mark.parametrize("replies", [(USER,), (TOOL, TOOL)], ids=["user", "two tools"])
+@pytest.mark.parametrize("replies", [(USER,), (TOOL,), (TOOL, TOOL)], ids=["user", "tool", "two tools"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turn_by_turn_is_what_the_template_renders_of_the_whole(family: str, replies: tuple[Message, ...]) -> None:
     tokenizer = tokenizer_of(family)

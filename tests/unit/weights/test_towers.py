@@ -49,8 +49,7 @@ def test_the_tower_is_what_the_language_model_is_not(tmp_path: Path, family: str
     ("family", "part", "named"),
     [
         ("qwen3_vl", "none", ()),
-        ("qwen2_5_vl", "projector", ("merger", "downsample", "multi_modal_projector")),
-        ("gemma3", "projector", ("merger", "downsample", "multi_modal_projector")),
+        *((family, "projector", ("merger", "downsample", "multi_modal_projector")) for family in VISION),
         ("internvl_qwen3", "all", ("",)),
     ],
 )
