@@ -37,8 +37,8 @@ from megarl.parallel.versions import EarlierVersions
 from megarl.types.messages import Head, RoleSpec, Teaching
 from megarl.vision.reader import ImageReader
 from megarl.vision.store import ImageStore
-from megarl.weights.adapters import Merger
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.merging import Merger
 from megarl.weights.rules import TOWER
 from megarl.weights.slices import Slice
 

@@ -123,7 +123,6 @@ WIDE = {
     "tests/e2e/test_truncated_sampling.py": _RUNS,
     "tests/unit/vision/test_reader.py::test_a_model_reads": "a fresh process imports torchvision and transformers",
     "tests/unit/test_cli.py::test_mistakes_are_told_before_libraries_load[dry run": "the same checks; a run's stay",
-    "tests/unit/test_driver_imports.py": "imports all that drivers do; test_cli has those of the first checks",
     "tests/unit/test_sittings.py": "scripts for GPUs, whose steps start anew; the sessions' test stays",
     "tests/unit/algos/test_adding_an_algorithm.py": "a page's blocks, run as they stand",
     "tests/unit/bisect/test_experts.py::test_nothing_is_named_where_nothing_is_wrong[deepseek": _FAMILIES,

@@ -12,8 +12,8 @@ from megarl.sync.plan.build import Fragment
 from megarl.sync.transport.casts import SCALED, from_transport, largest_magnitude, to_transport
 from megarl.sync.transport.routed import RoutedReceiver, RoutedSender
 from megarl.sync.transport.transports import ProcessPlan, key_of, unpack
-from megarl.weights.adapters import Merger
 from megarl.weights.boxes import Box, Boxes, box_of, intersection, joined, num_elements, slices_of
+from megarl.weights.merging import Merger
 from megarl.weights.slices import Index, Slice, checksum, flat_views
 
 # By tensor name: boxes of the tensor in row-major order, each with a view of a local shard in its shape, or with its
