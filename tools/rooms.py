@@ -48,8 +48,10 @@ def measure(root: Path = ROOT) -> RoomFigures:
         imports[room] |= _imported_rooms(nodes, place.parts[:-1])
         num_lines += len(text.splitlines())
         num_any += sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
-        given = (node.annotation for node in nodes if isinstance(node, ast.arg | ast.AnnAssign))
-        if room != "config" and any(isinstance(each, ast.Name) and each.id == "Config" for each in given):
+        given = [ast.unparse(node.annotation) for node in nodes if isinstance(node, ast.arg) and node.annotation]
+        given += [ast.unparse(node.annotation) for node in nodes if isinstance(node, ast.AnnAssign)]
+        # Some are quoted, since they are imported for the type checker alone.
+        if room != "config" and not {"Config", "'Config'"}.isdisjoint(given):
             takers.append(place.as_posix())
     arrows = {(room, other) for room, others in imports.items() for other in others & imports.keys() - {room}}
     targets = {room: {other for one, other in arrows if one == room} for room in imports}
