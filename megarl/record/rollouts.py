@@ -78,9 +78,7 @@ ROLLOUT_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in RolloutR
 
 def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:
     """Write the rows as parquet; the file appears complete or not at all."""
-    table = pa.Table.from_pylist([plain(asdict(row)) for row in rows], schema=ROLLOUT_SCHEMA)
-    with replacing(path) as partial:
-        pq.write_table(table, partial)
+    _write(path, rows, ROLLOUT_SCHEMA)
 
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:
@@ -158,12 +156,16 @@ class JudgedAnswer:
         )
 
 
-_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in JudgedAnswer.__annotations__.items()])
+_ANSWER_SCHEMA = pa.schema([(name, ARROW_TYPES[kind]) for name, kind in JudgedAnswer.__annotations__.items()])
 
 
 def write_answers(path: Path, answers: Sequence[JudgedAnswer]) -> None:
     """Write answers as parquet; the file appears complete or not at all."""
-    table = pa.Table.from_pylist([plain(asdict(answer)) for answer in answers], schema=_SCHEMA)
+    _write(path, answers, _ANSWER_SCHEMA)
+
+
+def _write(path: Path, rows: Sequence[RolloutRecord | JudgedAnswer], schema: pa.Schema) -> None:
+    table = pa.Table.from_pylist([plain(asdict(row)) for row in rows], schema=schema)
     with replacing(path) as partial:
         pq.write_table(table, partial)
 
@@ -171,7 +173,7 @@ def write_answers(path: Path, answers: Sequence[JudgedAnswer]) -> None:
 def read_answers(path: Path) -> list[JudgedAnswer]:
     """Read the answers that `write_answers` wrote; files of earlier versions have no turns."""
     with reading(path, "a file of answers", remedy=RESTORE):
-        rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+        rows = pq.read_table(path, schema=_ANSWER_SCHEMA).to_pylist()
     return [
         JudgedAnswer(**{**row, "turns": read_turns(row["turns"]), "num_calls": row["num_calls"] or 0}) for row in rows
     ]
