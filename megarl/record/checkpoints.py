@@ -40,8 +40,7 @@ class RunState:
     """The driver's state in a checkpoint: all that the driver needs to continue after `step`.
 
     score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
-    num_critic_steps: steps taken by the critic. settings: those of the run, as `masked_settings` returns them.
-    gate_passed: whether engine and trainer were compared before the first
+    num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
     update. portable: whether optimizer states can be read under any layout. inputs: the files that the run computes
     from, as `megarl.record.inputs` recognises them.
     """
@@ -55,26 +54,18 @@ class RunState:
     algo: AlgoState
     source: Mapping[str, object]
     score: float | None
-    settings: Mapping[str, object]
+    config: Config
     portable: bool = True
     inputs: Mapping[str, object] = field(default_factory=dict)
 
-    @property
-    def config(self) -> Config:
-        """The settings of the run, with secrets masked."""
-        return saved_config(self.settings)
-
     def to_json(self) -> str:
-        fields = asdict(self)
-        return json.dumps({"config" if key == "settings" else key: fields[key] for key in fields}, indent=1)
+        return json.dumps({**asdict(self), "config": masked_settings(self.config)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
         algo = AlgoState(kl_coef=raw["algo"]["kl_coef"], entropy=EntropyState(**raw["algo"]["entropy"]))
-        state = cls(**{key: raw[key] for key in raw.keys() - {"config"}} | {"algo": algo, "settings": raw["config"]})
-        # Settings that cannot be read are found here.
-        return replace(state, settings=masked_settings(state.config))
+        return cls(**raw | {"algo": algo, "config": saved_config(raw["config"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

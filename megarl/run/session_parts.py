@@ -11,7 +11,6 @@ from megarl.cluster.cluster import Cluster
 from megarl.cluster.roles import engine_spec
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.workers import RoleWorkers
-from megarl.config.load import masked_settings
 from megarl.config.schema import role_settings
 from megarl.errors import ConfigError, RunError, WorkerError
 from megarl.host.activity import doing
@@ -74,7 +73,7 @@ class SessionParts:
             algo=algo,
             source={},
             score=None,
-            settings=masked_settings(self.inputs.config),
+            config=self.inputs.config,
             inputs=self.files.to_json(),
         )
         self.memory.enter(offloading.checkpointing(self.inputs.roles))

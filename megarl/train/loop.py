@@ -15,7 +15,6 @@ from megarl.cluster import offloading
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.config.batches import actor_learns, batch_counts, mini_batch_prompts
-from megarl.config.load import masked_settings
 from megarl.config.schema import TrainerConfig, role_settings
 from megarl.config.setting import affected
 from megarl.host.activity import doing
@@ -318,6 +317,6 @@ class Trainer:
             algo=self.state,
             source=self.rollouts.save(directory),
             score=score,
-            settings=masked_settings(self.inputs.config),
+            config=self.inputs.config,
             inputs=self.recorder.inputs.to_json(),
         )

@@ -13,7 +13,6 @@ import torch
 from megarl.algos.objectives import SftAlgorithm
 from megarl.algos.preference import BATCH_KL, BradleyTerry, PreferenceObjective, preference_objective
 from megarl.cluster.roles import actor_role, reference_role, reward_role, teacher_roles
-from megarl.config.load import masked_settings
 from megarl.config.schema import role_settings
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset, mismatched_rows
@@ -150,7 +149,7 @@ class SupervisedTrainer:
             algo=self.state,
             source={},
             score=score,
-            settings=masked_settings(self.config),
+            config=self.config,
             inputs=self.recorder.inputs.to_json(),
         )
 

@@ -12,7 +12,6 @@ import yaml
 from megarl.cli import main
 from megarl.config import Config, load_config
 from megarl.config.derived import Derived
-from megarl.config.load import masked_settings
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError, RunStopped
 from megarl.record.checkpoints import Checkpoint, RunState, checkpoint_dir, mark_complete
 from megarl.record.metrics import RunPaths
@@ -259,7 +258,7 @@ def test_an_unfinished_run_goes_on_after_its_last_checkpoint(study_of: Callable[
         algo=AlgoState(),
         source={},
         score=None,
-        settings=masked_settings(config),
+        config=config,
         portable=True,
     )
     (path / "state.json").write_text(state.to_json())

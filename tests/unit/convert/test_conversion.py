@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config import Config
-from megarl.config.load import masked_settings
 from megarl.config.schema import ModelConfig
 from megarl.convert import commands, engine
 from megarl.convert import plan as plan_module
@@ -151,7 +150,7 @@ def test_a_run_knows_its_model(tmp_path: Path, qwen2: Path) -> None:
         algo=AlgoState(kl_coef=0.0),
         source={},
         score=None,
-        settings=masked_settings(Config(model=ModelConfig(path=str(qwen2)))),
+        config=Config(model=ModelConfig(path=str(qwen2))),
     )
     step.mkdir(parents=True)
     (step / "actor").mkdir()

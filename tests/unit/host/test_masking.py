@@ -11,7 +11,7 @@ from megarl.config import Config, dump
 from megarl.config.check import check_train
 from megarl.config.document import entries
 from megarl.config.explain import explain
-from megarl.config.load import from_dict, load_config, masked_config, masked_settings, saved_config
+from megarl.config.load import from_dict, load_config, masked_config, saved_config
 from megarl.errors import ConfigError
 from megarl.host.masking import MASK, is_secret_name, masked, masked_text, require_no_secrets
 from megarl.record.checkpoints import RunState
@@ -119,7 +119,7 @@ def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
         algo=AlgoState(),
         source={},
         score=None,
-        settings=masked_settings(config),
+        config=config,
     )
     (recorder.paths.root / "state.json").write_text(state.to_json())
     write_report(recorder.paths.root)

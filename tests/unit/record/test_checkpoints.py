@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.load import masked_settings
 from megarl.config.schema import CheckpointConfig, RunConfig, role_settings
 from megarl.errors import DataError, RunStopped, StorageError
 from megarl.host.signals import StopRequest
@@ -46,7 +45,7 @@ STATE = RunState(
     algo=AlgoState(kl_coef=1 / 3),
     source={},
     score=2 / 3,
-    settings=masked_settings(Config(run=RunConfig(name="a", seed=7))),
+    config=Config(run=RunConfig(name="a", seed=7)),
 )
 
 
@@ -96,7 +95,7 @@ def test_roles_that_are_laid_out_as_before(tmp_path: Path) -> None:
     """A role without a layout of its own follows the actor's."""
 
     def saved(**sections: Any) -> Checkpoint:
-        return Checkpoint(path=tmp_path, state=replace(STATE, settings=masked_settings(from_dict(Config, sections))))
+        return Checkpoint(path=tmp_path, state=replace(STATE, config=from_dict(Config, sections)))
 
     tp2, dp2 = {"tp": 2}, {"dp": 2}
     shared = saved(actor={"layout": tp2})
@@ -527,7 +526,7 @@ def test_scores_of_different_measures_are_not_compared(
     manager = CheckpointManager(tmp_path, keeping, FakeRanks())
     for step, score in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.2)):
         config = from_dict(Config, settings if step > 2 else {})
-        state = replace(STATE, step=step, score=score, settings=masked_settings(config))
+        state = replace(STATE, step=step, score=score, config=config)
         manager.after_step(step, total=100, stop=StopRequest(), state=lambda _, now=state: now, is_validated=True)
     assert complete_steps(tmp_path) == kept
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.load import masked_settings
 from megarl.errors import ConfigError
 from megarl.record import inputs
 from megarl.record.checkpoints import Command, RunState, checkpoint_dir, mark_complete
@@ -135,7 +134,7 @@ def save(config: Config, command: Command, files: RunInputs) -> None:
         algo=AlgoState(),
         source={},
         score=None,
-        settings=masked_settings(config),
+        config=config,
         inputs=files.to_json(),
     )
     (path / "state.json").write_text(state.to_json())

@@ -11,7 +11,6 @@ import pytest
 
 from megarl.cli import parse
 from megarl.config import Config, from_dict
-from megarl.config.load import masked_settings
 from megarl.config.lora import LoraConfig
 from megarl.config.plugins import use_plugins
 from megarl.config.schema import ActorConfig, LayoutConfig, role_settings
@@ -48,7 +47,7 @@ def save(config: Config, step: int = 4, command: str = "train", *, portable: boo
         algo=AlgoState(),
         source={},
         score=None,
-        settings=masked_settings(config),
+        config=config,
         portable=portable,
     )
     (path / "state.json").write_text(state.to_json())

@@ -9,7 +9,6 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import dump, load_config
-from megarl.config.load import masked_settings
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.errors import ConfigError
@@ -83,7 +82,7 @@ def make_state(path: Path, config: Config) -> Path:
         algo=AlgoState(),
         source={},
         score=None,
-        settings=masked_settings(config),
+        config=config,
     )
     path.mkdir(parents=True)
     (path / STATE_FILE).write_text(state.to_json())
