@@ -5,6 +5,7 @@ cores pay; these cost nothing more, and tests that wait leave the cores to other
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import pytest
+
+from tests.helpers.rank_pool import PRELOAD
 
 FORK = multiprocessing.get_context("fork")
 # Items of a session by their index.
@@ -47,6 +50,10 @@ class Forks:
         waiting = deque[Group](groups.values())
         # Made once: pytest empties the directory that a user names.
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        if any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
+            # Imports for ten seconds, once for all forks.
+            multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
+            multiprocessing.forkserver.ensure_running()
         workers = [self._start(session) for _ in range(min(self._number, len(waiting)))]
         while workers:
             for connection in wait([worker.connection for worker in workers]):
@@ -104,6 +111,8 @@ class Forks:
 
     def _work(self, session: pytest.Session, connection: Connection, other: Connection) -> None:
         other.close()
+        # It would wait for the server of ranks as if that were its own child.
+        multiprocessing.forkserver._forkserver.ensure_running = lambda: None
         plugins = session.config.pluginmanager
         plugins.unregister(plugins.getplugin("terminalreporter"))
         plugins.register(Reporter(session.config, connection))
