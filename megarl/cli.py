@@ -14,7 +14,7 @@ from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError, UnknownKeyError, did_you_mean
@@ -36,6 +36,22 @@ TRAININGS = {
     "sft": "train a policy on chats and demonstrations",
     "train-reward": "train a reward model on preference pairs",
     "train-preference": "train a policy on preference pairs (DPO, IPO, KTO, ORPO)",
+}
+
+# Names of commands in other trainers → what does the same here.
+ELSEWHERE = {
+    "dpo": "train-preference",
+    "evaluate": "eval",
+    "export": "convert mcore-to-hf",
+    "generate": "eval",
+    "grpo": "train",
+    "launch": "slurm submit",
+    "merge": "convert merge",
+    "ppo": "train",
+    "resume": "train FILE --resume",
+    "rl": "train",
+    "rm": "train-reward",
+    "submit": "slurm submit",
 }
 
 
@@ -60,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        # `init --data FILE` would name a data source.
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         super().error(re.sub("ignored explicit argument (.*)", r"takes no value \1; leave it out", message))
 
@@ -103,7 +123,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _complete(parser, commands)
     for name in (sys.argv[1:] if argv is None else argv)[:1]:
         if not name.startswith("-") and name not in commands.choices:
-            close = did_you_mean(name, commands.choices)
+            here = ELSEWHERE.get(name)
+            close = f"that is `megarl {here}` here; " if here else did_you_mean(name, commands.choices)
             parser.error(f"unknown command {name!r}; {close}expected one of: {', '.join(sorted(commands.choices))}")
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.

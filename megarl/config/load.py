@@ -236,7 +236,9 @@ def _require_file(path: Path, where: str) -> None:
     there = sorted(p.name for p in above.iterdir() if p.suffix in (".yaml", ".yml"))
     near = did_you_mean(path.stem, [Path(name).stem for name in there])
     got = f"{path} is a directory, expected a file" if path.is_dir() else f"no file {path}"
-    raise ConfigError(f"{where}{got}; {near}{above} has: {', '.join(there) or 'no YAML file'}")
+    raise ConfigError(
+        f"{where}{got}; {near}{above} has: {', '.join(there) or 'no YAML file; `megarl init DIR` writes one'}"
+    )
 
 
 def packaged(path: str) -> str:

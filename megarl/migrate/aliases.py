@@ -167,6 +167,8 @@ def unknown_options(arguments: list[str], known: Collection[str] = ()) -> str:
     """
     names = [argument.lstrip("-").partition("=")[0] for argument in arguments if argument.startswith("-")]
     hints = [f"--{name} is {found[1].advice}" for name in names if (found := find_alias(name.replace("-", "_")))]
+    if not {"c", "cfg", "config", "config-file", "config_file"}.isdisjoint(names):
+        hints.append("a run file is given by its path alone")
     close = [each for name in names for each in get_close_matches(f"--{name}", known, n=1)]
     hints += [f"did you mean {' and '.join(close)}?"] if close else []
     advice = f"; {'; '.join(hints)}" if hints else ""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.cli import main
+from megarl.cli import ELSEWHERE, main
 from megarl.config.load import with_overrides
 from megarl.config.mixture import RemoteConfig
 from megarl.config.rewards import RewardsConfig
@@ -150,10 +150,21 @@ def test_sft_is_checked_too(error_of: Callable[..., str], tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("trian", "did you mean 'train'? "), ("resume", "that is `megarl train FILE --resume` here; ")],
+)
+def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str], command: str, said: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["trian", str(TRAIN_FILE)])
-    assert "unknown command 'trian'; did you mean 'train'? expected one of: " in capsys.readouterr().err
+        main([command, str(TRAIN_FILE)])
+    assert f"unknown command '{command}'; {said}expected one of: " in capsys.readouterr().err
+
+
+def test_what_elsewhere_is_called_otherwise_names_commands_that_there_are() -> None:
+    for words in (given.split() for given in ELSEWHERE.values()):
+        *command, last = [word for word in words if word not in ("FILE", "--resume")]
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, last, "--help"])
 
 
 @pytest.mark.parametrize(
@@ -162,6 +173,9 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
         ("--resume=latest", "takes no value 'latest'; leave it out"),
         ("--dry-run=yes", "argument --dry-run: takes no value 'yes'; leave it out"),
         ("--overide", "unrecognized arguments: --overide; did you mean --overwrite?; settings are given as key=value"),
+        # No beginning of an option stands for it.
+        ("--over", "unrecognized arguments: --over"),
+        ("--config=run.yaml", "unrecognized arguments: --config=run.yaml; a run file is given by its path alone"),
     ],
 )
 def test_an_option_that_there_is_not(capsys: pytest.CaptureFixture[str], given: str, said: str) -> None:

@@ -101,7 +101,7 @@ MOST_LINES = {
     "algos": 7910,
     # What `megarl bisect` compares, computes and names, 130 for gradients that are compared, 190 for experts.
     "bisect": 1330,
-    "cli": 310,
+    "cli": 335,
     # 50 for clusters that are joined and end, 90 for environments on nodes of their own.
     "cluster": 4220,
     # 195 for targets of plans and the table of what works on them, 13 for `recompute: auto`, 34 for
@@ -161,7 +161,7 @@ MOST_LINES = {
     "megarl_lab": 6280,
     "megarl_sandbox": 3230,
 }
-MOST_LINES_TOGETHER = 98_700
+MOST_LINES_TOGETHER = 98_800
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 19
