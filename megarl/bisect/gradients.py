@@ -10,11 +10,12 @@ import torch
 
 from megarl.errors import ConfigError
 
-# Rounding adds up over a backward pass: two layouts of a float32 model of two layers differed by 1.2e-5.
-BOUNDS = {"float32": 3e-4, "bfloat16": 0.1}
-# Tensors with a smaller share of the largest tensor's norm may be sums of which nothing but rounding is left, as the
-# gradients of keys' biases are.
-_FLOOR = 0.01
+# The difference that rounding explains, and the share of the largest tensor's norm that counts as a tensor's norm if
+# its own is less: sums that cancel, as of keys' biases, and an expert's few tokens leave little but rounding.
+# Rounding adds up over a backward pass: two layouts of a float32 model of two layers differed by 1.2e-5. In bfloat16,
+# 16 random models of 10 families differed from their float32 gradient, and from that under tp=2, by up to 0.25 (OLMo 3;
+# the rest by up to 0.14). Only a random gpt-oss, some tokens of which then went to other experts, differed by 0.58.
+BOUNDS = {"float32": (3e-4, 0.01), "bfloat16": (0.35, 0.1)}
 # In backward, a layer's parts are computed in this order; the norms of an unknown name before attention.
 _PARTS = {"mlp": 0, "block_sparse_moe": 0, "post_attention_layernorm": 1, "self_attn": 3, "input_layernorm": 4}
 
@@ -57,7 +58,7 @@ class GradientComparison:
         largest = max(self.groups, key=lambda each: each.size)
         if self.first is None:
             most = (
-                f"the largest difference is {largest.size:.1e}, in {largest.tensor}; rounding explains {self.bound:.0e}"
+                f"the largest difference is {largest.size:.1e}, in {largest.tensor}; rounding explains {self.bound:.1e}"
             )
             return "the gradients are equal to the bit" if self.verdict == "equal" else f"rounding: {most}"
         first, wrong = self.first, [each for each in self.groups if not each.size <= self.bound]
@@ -87,7 +88,8 @@ def compare_gradients(
     for name in sorted(one, key=_order):
         groups.setdefault(_group(name), []).append(name)
     norms = {name: (_norm(one[name]), _norm(other[name])) for name in one}
-    floor = _FLOOR * max(max(pair) for pair in norms.values())
+    bound, least = BOUNDS[dtype]
+    floor = least * max(max(pair) for pair in norms.values())
     found = []
     for group, names in groups.items():
         sizes = {
@@ -99,7 +101,7 @@ def compare_gradients(
         worst = max(sizes, key=lambda name: sizes[name])
         cosine = dot / (a * b) if a and b else float(a == b)
         found.append(GroupDifference(name=group, norms=(a, b), cosine=cosine, size=sizes[worst], tensor=worst))
-    return GradientComparison(groups=tuple(found), bound=BOUNDS[dtype])
+    return GradientComparison(groups=tuple(found), bound=bound)
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -1,5 +1,6 @@
 """The gradient of a batch is the same in every layout, and one of which a part is wrong is named."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,23 +28,21 @@ LAYOUTS = {
 
 
 @pytest.fixture
-def compared(
-    rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path
-) -> Callable[[LayoutConfig, str], GradientComparison]:
+def compared(rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path) -> Callable[..., GradientComparison]:
     """The gradient on one rank and in a layout, where those of a layer's MLP may be doubled."""
     path = checkpoint(tied=True)
 
-    def write(layout: LayoutConfig, doubled: str, directory: Path) -> list[Path]:
+    def write(layout: LayoutConfig, dtype: str, doubled: str, directory: Path) -> list[Path]:
         files = create_model_files(directory, weight_specs(read_model_spec(path), "float32"))
         actor = ActorConfig(layout=layout, optimizer=OptimizerConfig(distributed=layout.dp > 1))
-        model, request = ModelConfig(path=str(path), dtype="float32"), update_request(ROWS)
+        model, request = ModelConfig(path=str(path), dtype=dtype), update_request(ROWS)
         pool = rank_pool(layout.world_size)
         pool.run(ranks.write_gradient, actor, model, ROWS, request, [str(file) for file in files], doubled)
         return files
 
-    def compare(layout: LayoutConfig, doubled: str = "") -> GradientComparison:
-        alone, split = write(LayoutConfig(), "", tmp_path / "a"), write(layout, doubled, tmp_path / "b")
-        return compare_gradients(map_model(alone), map_model(split), dtype="float32")
+    def compare(layout: LayoutConfig, dtype: str = "float32", doubled: str = "") -> GradientComparison:
+        alone, split = write(LayoutConfig(), dtype, "", tmp_path / "a"), write(layout, dtype, doubled, tmp_path / "b")
+        return compare_gradients(map_model(alone), map_model(split), dtype=dtype)
 
     return compare
 
@@ -55,6 +54,9 @@ def test_layouts_have_the_same_gradient(compared: Callable[[LayoutConfig], Gradi
     assert all(group.norms[0] > 0 and group.size <= MOST[name] for group in found.groups), found.words()
 
 
-def test_a_wrong_scale_in_one_layer_is_named(compared: Callable[[LayoutConfig, str], GradientComparison]) -> None:
-    found = compared(LAYOUTS["tp2-sp"], "decoder.layers.1.mlp")
-    assert found.words().startswith("fault: layer 1, mlp is 2 times as large, and nothing else")
+@pytest.mark.parametrize(("dtype", "times"), [("float32", "2"), ("bfloat16", r"(2|1\.9\d+|2\.0\d+)")])
+def test_a_wrong_scale_in_one_layer_is_named(
+    compared: Callable[..., GradientComparison], dtype: str, times: str
+) -> None:
+    found = compared(LAYOUTS["tp2-sp"], dtype, doubled="decoder.layers.1.mlp")
+    assert re.match(rf"fault: layer 1, mlp is {times} times as large, and nothing else", found.words())
