@@ -1,15 +1,13 @@
-"""Name the files of a run; write and read back its metrics (JSON lines, TensorBoard); time its phases."""
+"""Name the files of a run; write and read back its metrics (JSON lines); time its phases."""
 
 import math
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -21,8 +19,8 @@ from megarl.host.activity import doing
 from megarl.host.directory_lock import PLACE
 from megarl.host.exit_codes import RunOutcome, outcome_of
 from megarl.host.streams import warnings
-from megarl.host.unicode import readable, visible
-from megarl.host.writing import dispensable, writing
+from megarl.host.unicode import readable
+from megarl.host.writing import dispensable
 from megarl.record.json_lines import append_lines, iterate_lines, open_lines
 
 # The file that makes a checkpoint complete.
@@ -174,47 +172,6 @@ class WarningsSink:
 
     def close(self, _outcome: RunOutcome | None = None) -> None:
         """Do nothing: each write closes the file."""
-
-
-class TensorBoardSink:
-    """TensorBoard event files; `purge_step` hides what an earlier run wrote from that step on."""
-
-    def __init__(self, log_dir: Path, *, purge_step: int | None = None) -> None:
-        # Imported here: reading metrics and writing a report must not need torch.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._log_dir, self._report, self._open = log_dir, threading.excepthook, partial(SummaryWriter, str(log_dir))
-        threading.excepthook = self._report_others
-        self._writer: SummaryWriter | None = None
-        with self._writing():
-            self._writer = self._open(purge_step=purge_step)
-
-    def write(self, record: MetricsRecord) -> None:
-        with self._writing():
-            # One that the storage has refused writes nothing more; another has a file of its own.
-            writer = self._writer or self._open()
-            self._writer = None
-            for name, value in record.metrics.items():
-                writer.add_scalar(visible(name), value, record.step, walltime=record.time_s)
-            writer.flush()
-            self._writer = writer
-
-    def close(self, _outcome: RunOutcome | None = None) -> None:
-        with self._writing():
-            if self._writer is not None:
-                self._writer.close()
-        threading.excepthook = self._report
-
-    def _report_others(self, failed: threading.ExceptHookArgs) -> None:
-        """Report what ends a thread, unless it is TensorBoard's writer, whose error the next call here raises again."""
-        if type(failed.thread).__name__ != "_AsyncWriterThread":
-            self._report(failed)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Let the run go on if the storage refuses: metrics.jsonl has the same."""
-        with dispensable("TensorBoard's files"), writing(self._log_dir):
-            yield
 
 
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):

@@ -30,7 +30,6 @@ from megarl.record.metrics import (
     MetricsSink,
     RunPaths,
     Stage,
-    TensorBoardSink,
     WarningsSink,
     step_of,
     summarize,
@@ -40,7 +39,7 @@ from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.rollouts import RolloutRecord, write_rollouts
 from megarl.record.spans import SpanSender, require_spans
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
-from megarl.record.trackers import TrackedRun, open_trackers, require_trackers
+from megarl.record.trackers import TensorBoardSink, TrackedRun, open_trackers, require_trackers
 from megarl.record.turns import prompt_text, turns_of
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, SegmentSource, TokenQuantity
 from megarl.types.judged import Trouble

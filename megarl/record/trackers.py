@@ -1,4 +1,4 @@
-"""Send metrics to experiment trackers; their packages are optional, and imported only for a project that is set."""
+"""Send metrics to TensorBoard and experiment trackers, whose packages are imported only for a project that is set."""
 
 import hmac
 import os
@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from megarl.errors import ConfigError
 from megarl.host.exit_codes import RunOutcome
 from megarl.host.streams import print_lines
 from megarl.host.unicode import visible
-from megarl.host.writing import dispensable
+from megarl.host.writing import dispensable, writing
 from megarl.record.metrics import MetricsRecord
 
 # Between two tries of what a tracker has not taken; after this many tries, a record is left out.
@@ -63,6 +65,55 @@ class OpenedRun:
 
     log: Callable[[dict[str, float], int, float], object]
     finish: Callable[[RunOutcome], object]
+
+
+def is_drawn(count: int) -> bool:
+    """Return whether TensorBoard gets the `count`-th value of a metric: after 9,999 only every tenth, and so on."""
+    return count % 10 ** max(0, len(str(count)) - 4) == 0
+
+
+class TensorBoardSink:
+    """TensorBoard event files; `purge_step` hides what an earlier run wrote from that step on."""
+
+    def __init__(self, log_dir: Path, *, purge_step: int | None = None) -> None:
+        # Imported here: reading metrics and writing a report must not need torch.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._log_dir, self._report, self._open = log_dir, threading.excepthook, partial(SummaryWriter, str(log_dir))
+        threading.excepthook = self._report_others
+        self._writer: SummaryWriter | None = None
+        self._counts = Counter[str]()
+        with self._writing():
+            self._writer = self._open(purge_step=purge_step)
+
+    def write(self, record: MetricsRecord) -> None:
+        with self._writing():
+            # One that the storage has refused writes nothing more; another has a file of its own.
+            writer = self._writer or self._open()
+            self._writer = None
+            for name, value in record.metrics.items():
+                self._counts[name] += 1
+                if is_drawn(self._counts[name]):
+                    writer.add_scalar(visible(name), value, record.step, walltime=record.time_s)
+            writer.flush()
+            self._writer = writer
+
+    def close(self, _outcome: RunOutcome | None = None) -> None:
+        with self._writing():
+            if self._writer is not None:
+                self._writer.close()
+        threading.excepthook = self._report
+
+    def _report_others(self, failed: threading.ExceptHookArgs) -> None:
+        """Report what ends a thread, unless it is TensorBoard's writer, whose error the next call here raises again."""
+        if type(failed.thread).__name__ != "_AsyncWriterThread":
+            self._report(failed)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let the run go on if the storage refuses: metrics.jsonl has the same."""
+        with dispensable("TensorBoard's files"), writing(self._log_dir):
+            yield
 
 
 class TrackerSink:

@@ -22,13 +22,13 @@ from megarl.host.unicode import readable, visible
 from megarl.launch import watch
 from megarl.launch.status import Heartbeat, print_status
 from megarl.migrate.convert_config import Converted, to_run_file
-from megarl.record.metrics import JsonlSink, MetricsLogger, RunPaths, TensorBoardSink, read_metrics
+from megarl.record.metrics import JsonlSink, MetricsLogger, RunPaths, read_metrics
 from megarl.record.problems import ProblemRecord, append_problems, read_problems
 from megarl.record.progress import Progress, ProgressValues, write_line
 from megarl.record.rollouts import read_rollouts, write_rollouts
 from megarl.record.text_table import align
 from megarl.record.timeline import Interval, append_timeline, write_trace
-from megarl.record.trackers import OpenedRun, TrackerSink
+from megarl.record.trackers import OpenedRun, TensorBoardSink, TrackerSink
 from megarl.report import write_report
 from megarl.report.hint_page import HintedAnswer, HintedExample, HintedToken, HintReport, Table, to_html, to_text
 from tests.helpers.hostile_texts import HIDDEN, escaped, hostile_texts

@@ -134,8 +134,8 @@ MOST_LINES = {
     # The choice of what backward recomputes, of which the share of a pass came from forecast.
     "plan": 2200,
     # 350 for what grows in processes, and for metrics that Prometheus fetches; 220 for metrics by columns,
-    # timelines that rotate and spans of samples, 40 for scores of several measures.
-    "record": 3420,
+    # timelines that rotate and spans of samples, 40 for scores of several measures, 6 for TensorBoard of long runs.
+    "record": 3430,
     "registry": 240,
     # With learning curves: the fit, its words, picture and command.
     # 560 for what explains a step, and for runs of 100,000 steps.

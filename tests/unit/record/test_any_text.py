@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from megarl.record.json_lines import append_lines, open_lines
-from megarl.record.metrics import JsonlSink, MetricsLogger, TensorBoardSink, read_metrics
+from megarl.record.metrics import JsonlSink, MetricsLogger, read_metrics
 from megarl.record.problems import ProblemRecord, append_problems, read_problems
+from megarl.record.trackers import TensorBoardSink
 from megarl.rollout.replay import read_record, write_record
 from megarl.types import Episode, RolloutBatch
 from megarl.types.judged import Trouble

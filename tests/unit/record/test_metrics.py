@@ -23,13 +23,13 @@ from megarl.record.metrics import (
     MetricsRecord,
     RunPaths,
     Summary,
-    TensorBoardSink,
     Timers,
     last_metrics,
     read_metrics,
     summarize,
 )
 from megarl.record.rollouts import RolloutRecord, read_rollouts, write_rollouts
+from megarl.record.trackers import TensorBoardSink, is_drawn
 from megarl.record.turns import Turn
 
 ROLLOUT = RolloutRecord(
@@ -208,6 +208,8 @@ def test_tensorboard_event_files_hold_the_scalars(tmp_path: Path) -> None:
     events.Reload()
     scalars = [(event.step, event.value, event.wall_time) for event in events.Scalars("critic/score/mean")]
     assert scalars == [(1, 0.25, 50.0), (2, 0.5, 50.0)]
+    # 9,999 values, 9,000 of the next 90,000, and the 100,000th.
+    assert sum(map(is_drawn, range(1, 100_001))) == 19_000
 
 
 def test_summarize() -> None:

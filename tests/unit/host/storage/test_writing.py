@@ -26,9 +26,10 @@ from megarl.host.temp_dir import RAY_DIRECTORY, make_temp_dir
 from megarl.host.writing import dispensable, replacing, writing
 from megarl.launch.status import Heartbeat
 from megarl.record.json_lines import append_lines, open_lines, read_lines
-from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, Stage, TensorBoardSink, WarningsSink
+from megarl.record.metrics import JsonlSink, MetricsLogger, MetricsRecord, Stage, WarningsSink
 from megarl.record.recorder import RunRecorder
 from megarl.record.rollouts import RolloutRecord, write_rollouts
+from megarl.record.trackers import TensorBoardSink
 from megarl.rewards.llm.endpoint import AnswerCache
 from megarl.run.start import _reported
 from megarl.types import FinishReason, Prompt, Sample, prompt_segment
