@@ -18,6 +18,7 @@ from megarl.config.check_model import check_model
 from megarl.config.derived import Derived, filled, host_group, left_open
 from megarl.config.load import packaged
 from megarl.config.lora import sent_alone
+from megarl.config.model_names import with_models
 from megarl.config.recompute import RecomputeConfig
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
@@ -36,7 +37,7 @@ from megarl.weights.adapters import adapter_spec
 from megarl.weights.boxes import num_elements
 from megarl.weights.dims import Experts
 from megarl.weights.families import Dims, ModelSpec, read_model_spec
-from megarl.weights.hub import with_local_models
+from megarl.weights.hub import local_model
 
 # The quantities of a token that are computed before updates.
 Needs: TypeAlias = frozenset[TokenQuantity]
@@ -96,7 +97,13 @@ def size_run(config: Config, device_bytes: int | None = H100_BYTES) -> SizedRun:
 
 def _size_here(config: Config, device_bytes: int | None) -> SizedRun:
     check_train(config)
-    config = with_local_models(config, weights=False)
+
+    def local(name: str, key: str) -> str:
+        # A published config.json spares the download.
+        is_spared = key == "model.path" and config.model.config_path is not None
+        return name if is_spared else local_model(name, key, weights=False)
+
+    config = with_models(config, local)
     needed, roles = needs_of(config)
     specs: dict[Role, ModelSpec] = {}
     for role in roles:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config import dump
 from megarl.config.load import masked_settings
+from megarl.config.model_names import models_of
 from megarl.config.schema import Config, teacher_sections
 from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
@@ -77,7 +78,7 @@ def write_settings(directory: Path, config: Config) -> None:
     for name in RECORDED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    versions |= commits_of(config)
+    versions |= commits_of(models_of(config))
     texts = {paths.config: dump(config), paths.versions: json.dumps(versions, indent=2) + "\n"}
     for path, text in texts.items():
         with replacing(path) as file:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
 from megarl.config.check import TRAINING_CHECKS
+from megarl.config.model_names import with_models
 from megarl.config.schema import Config, DataConfig
 from megarl.config.setting import addresses_of
 from megarl.config.target import target_in_words
@@ -49,7 +50,7 @@ from megarl.train.inputs import check_image_engines, open_model
 from megarl.train.rehearsal import rehearse, rehearse_episodes
 from megarl.types import Prompt
 from megarl.weights.families import read_model_spec
-from megarl.weights.hub import local_model, with_models
+from megarl.weights.hub import local_model
 
 if TYPE_CHECKING:
     from megarl.data.images import DataImages, RowsImages
@@ -144,7 +145,7 @@ def _look_for_functions(config: Config, *, if_there: bool = False) -> None:
 
 def _check_models(config: Config, command: str, files: str) -> list[str]:
     """Check models, of the policy's also weights and tokenizer if its directory has such files; return warnings."""
-    with_models(config, _has_model, judges=False)
+    with_models(config, _has_model)
     if any(Path(config.model.path).glob(files)):
         # The training of a reward model checks it as one.
         if command != "train-reward":

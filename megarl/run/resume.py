@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.algos.advantages import estimator_of
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.load import masked_config
+from megarl.config.model_names import models_of, with_models
 from megarl.config.optimizer import learning_rate
 from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
@@ -31,7 +32,6 @@ from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
 from megarl.types.messages import Role
-from megarl.weights.hub import with_models, with_recorded_commits
 
 _SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
 # A resumed run may change these: where and how it computes, how long, and what it writes. The rest decides what it
@@ -68,7 +68,13 @@ _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
 def with_models_of_run(config: Config) -> Config:
     """Return the configuration with the commits of the hub's models that its run has begun with, if it has begun."""
     versions = RunPaths.of(config.run).versions
-    return with_recorded_commits(config, read_object(versions, remedy=RESTORE)) if versions.is_file() else config
+    commits = read_object(versions, remedy=RESTORE) if versions.is_file() else {}
+
+    def pinned(name: str, key: str) -> str:
+        commit = commits.get(f"{key}: {name}")
+        return name if commit is None else f"{name}@{commit}"
+
+    return with_models(config, pinned, judges=True)
 
 
 def require_plugins_of_run(config: Config) -> None:
@@ -140,8 +146,7 @@ def check_resumed(config: Config, command: Command) -> Iterator[str]:
     except (OSError, ValueError, KeyError, TypeError):
         # The run looks through all of it, and says what to do.
         return
-    models = dict[str, str]()
-    with_models(state.config, lambda name, key: models.setdefault(key, name), judges=True)
+    models = models_of(state.config)
     config = with_models(config, lambda name, key: models.get(key, name), judges=True)
     section, _ = _TOTAL_STEPS[command](config)
     if (settings := getattr(config, section)).total_epochs is not None:

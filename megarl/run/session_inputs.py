@@ -15,6 +15,7 @@ from megarl.algos.corrections import CORRECTION
 from megarl.algos.objectives import ALGORITHM, ValueLoss, objective_by_name
 from megarl.cluster.roles import reference_role, roles_of
 from megarl.config.check import check_session
+from megarl.config.model_names import with_models
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import encode_chats, load_tokenizer
@@ -44,7 +45,7 @@ from megarl.types import (
 )
 from megarl.types.messages import Role, RoleSpec
 from megarl.weights.families import ModelSpec
-from megarl.weights.hub import with_local_models
+from megarl.weights.hub import local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,7 +177,7 @@ def open_session_inputs(config: Config, *, with_engines: bool, with_reference: b
     """Check the configuration and the model of a session, and its prompts if `data.train` names some."""
     check_session(rehearse(config))
     check_loop(config)
-    config = with_local_models(config)
+    config = with_models(config, local_model)
     spec = open_model(config, for_sft=not with_engines)
     if with_engines:
         check_image_engines(config)

@@ -16,6 +16,7 @@ from megarl.config.check import check_train
 from megarl.config.check_distill import teacher_of, teachers_of
 from megarl.config.check_model import check_model
 from megarl.config.check_optimizers import warmup_warnings
+from megarl.config.model_names import with_models
 from megarl.config.schema import Config
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer, require_system_turn, require_tools
@@ -42,7 +43,7 @@ from megarl.train.served_teacher import common_tokens, open_teachers
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.hub import with_local_models
+from megarl.weights.hub import local_model
 from megarl.weights.peft_files import read_adapters
 from megarl.weights.safetensors_headers import check_tensors, model_files, read_header
 from megarl.weights.tables import OUTPUT_HEAD, VALUE_HEAD
@@ -191,7 +192,7 @@ def setting_warnings(config: Config) -> list[str]:
 def open_train_inputs(config: Config) -> TrainInputs:
     """Check configuration, model and data of a reinforcement-learning run; fetch models from the hub if need be."""
     check_train(rehearse(config))
-    config = with_local_models(config, judges=True)
+    config = with_models(config, local_model, judges=True)
     spec = open_model(config)
     images = DataImages.of(config.model.path, config.data, config.image_store)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)

@@ -11,6 +11,7 @@ from megarl.config.batches import max_row_tokens
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
 from megarl.config.check_distill import teachers_of
 from megarl.config.check_optimizers import warmup_warning
+from megarl.config.model_names import with_models
 from megarl.config.schema import Config, SftConfig, TrainPreferenceConfig, TrainRewardConfig
 from megarl.data.answers import Answers
 from megarl.data.chat import load_tokenizer
@@ -25,7 +26,7 @@ from megarl.train.inputs import check_role_models, open_model
 from megarl.train.served_teacher import common_tokens, open_teachers
 from megarl.types import Row, TokenQuantity
 from megarl.weights.families import read_model_spec
-from megarl.weights.hub import with_local_models
+from megarl.weights.hub import local_model
 
 
 class Examples(Protocol):
@@ -86,7 +87,7 @@ def in_steps(settings: Settings, num_examples: int, key: str) -> tuple[Settings,
 def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     """Check the configuration, the model and the data of a supervised run."""
     check_sft(config)
-    config = with_local_models(config)
+    config = with_models(config, local_model)
     spec = open_model(config, for_sft=True)
     images = DataImages.of(config.model.path, config.data, config.image_store)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
@@ -114,7 +115,7 @@ def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
 def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:
     """Check the configuration, the model and the pairs of a reward model's training."""
     check_train_reward(config)
-    config = with_local_models(config)
+    config = with_models(config, local_model)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     check_role_models(config, [reward_role(config)], tokenizer)
     vocabulary = Vocabulary.of(tokenizer, read_model_spec(config.model.path).dims.vocab)
@@ -134,7 +135,7 @@ def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDatas
 def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePairDataset]:
     """Check the configuration, the models and the pairs of a policy's training on preferences."""
     check_train_preference(config)
-    config = with_local_models(config)
+    config = with_models(config, local_model)
     settings = config.train_preference
     objective = preference_objective(settings)
     spec = open_model(config)

@@ -1,15 +1,10 @@
 """Let settings name models by their ids on the Hugging Face hub: the files are downloaded once, before a run starts."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megarl.config.schema import Config
 
 # As in the hub's own hf:// paths.
 _ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
@@ -25,64 +20,13 @@ SMALL_FILES = (
 _IGNORED = [f"*/*{end}" for end in (".safetensors", ".json", ".txt", ".model", ".tiktoken", ".py")]
 
 
-def with_local_models(config: "Config", *, weights: bool = True, judges: bool = False) -> "Config":
-    """Return the configuration with a local directory in the place of every model that is named by its hub id.
+def commits_of(models: Mapping[str, str]) -> dict[str, str]:
+    """Return the commits of those models that come from the hub, by key and id (`model.path: Qwen/Qwen3-8B`).
 
-    weights: whether to download the weights too. Without them, `model.config_path` spares `model.path` the download.
-    judges: whether to download the models of judge servers too.
+    models: as `config.model_names.models_of` returns them.
     """
-
-    def local(name: str, key: str) -> str:
-        if key == "model.path" and not weights and config.model.config_path is not None:
-            return name
-        return local_model(name, key, weights=weights)
-
-    return with_models(config, local, judges=judges)
-
-
-def commits_of(config: "Config") -> dict[str, str]:
-    """Return the commits of a configuration's hub models, by setting and id (`model.path: Qwen/Qwen3-8B`)."""
-    commits = {}
-
-    def collect(path: str, key: str) -> str:
-        if found := _CACHED.fullmatch(path):
-            commits[f"{key}: {found['id'].replace('--', '/')}"] = found["commit"]
-        return path
-
-    with_models(config, collect, judges=True)
-    return commits
-
-
-def with_recorded_commits(config: "Config", commits: Mapping[str, str]) -> "Config":
-    """Return the configuration with the commits that `commits_of` found behind those hub ids that name no revision."""
-
-    def pinned(name: str, key: str) -> str:
-        commit = commits.get(f"{key}: {name}")
-        return name if commit is None else f"{name}@{commit}"
-
-    return with_models(config, pinned, judges=True)
-
-
-def with_models(config: "Config", change: Callable[[str, str], str], *, judges: bool) -> "Config":
-    """Return the configuration with another name for each of its models; `change` gets the name and its key."""
-    changed: dict[str, Any] = {"model": replace(config.model, path=change(config.model.path, "model.path"))}
-    for role in ("reference", "teacher", "critic", "reward_model"):
-        section = getattr(config, role)
-        if section.model_path is not None:
-            changed[role] = replace(section, model_path=change(section.model_path, f"{role}.model_path"))
-    changed["teachers"] = {
-        name: replace(each, model_path=change(each.model_path, f"teachers.{name}.model_path"))
-        if each.model_path is not None
-        else each
-        for name, each in config.teachers.items()
-    }
-    if judges:
-        servers = {
-            name: replace(server, model=change(server.model, f"rewards.judge_servers.{name}.model"))
-            for name, server in config.rewards.judge_servers.items()
-        }
-        changed["rewards"] = replace(config.rewards, judge_servers=servers)
-    return replace(config, **changed)
+    found = {key: _CACHED.fullmatch(path) for key, path in models.items()}
+    return {f"{key}: {each['id'].replace('--', '/')}": each["commit"] for key, each in found.items() if each}
 
 
 def local_model(name: str, key: str, *, weights: bool = True) -> str:

@@ -25,6 +25,7 @@ from megarl.cluster.roles import by_layout, check_serves, engine_spec
 from megarl.config import from_dict, load_config
 from megarl.config.derived import Derived
 from megarl.config.load import read_yaml, saved_config
+from megarl.config.model_names import with_models
 from megarl.config.part_settings import use_plugins_of
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, RunStopped
@@ -45,7 +46,7 @@ from megarl.run.start import recorded
 from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec
-from megarl.weights.hub import with_local_models
+from megarl.weights.hub import local_model
 
 if TYPE_CHECKING:
     from megarl.cluster.cluster import Cluster
@@ -146,7 +147,7 @@ def run_config(study: Study, run: QueuedRun) -> Config:
             raise ConfigError(f"{run.full_name}: overrides set {key}, which the study decides; remove it")
     own = [f"run.dir={study.dir}", f"run.name={run.full_name}", f"run.seed={run.seed}", f"use.algo={run.algo}"]
     config = load_config(Path(study.base), [*own, *study.overrides, *run.overrides])
-    return with_local_models(with_models_of_run(config))
+    return with_models(with_models_of_run(config), local_model)
 
 
 def is_finished(config: Config) -> bool:

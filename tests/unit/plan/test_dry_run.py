@@ -544,8 +544,11 @@ def test_a_dry_run_fetches_a_config_from_the_hub_and_no_weights(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     config = small_config(tmp_path)
-    config = replace(config, model=replace(config.model, path="org/tiny", config_path=None))
-    plan = plan_run(config)
+    config = replace(config, model=replace(config.model, path="org/tiny"))
+    # A published config.json spares even that.
+    assert plan_run(config).roles[0].model_path == "org/tiny"
+    assert patterns == []
+    plan = plan_run(replace(config, model=replace(config.model, config_path=None)))
     assert plan.roles[0].num_parameters == 4 * 500 + 2 * 80 + 8
     assert len(patterns) == 1
     assert {"*.json", "*.jinja", "*.txt", "*.model"} <= set(patterns[0])

@@ -12,10 +12,13 @@ import huggingface_hub.constants
 import pytest
 
 from megarl.config.judges import JudgeServerConfig
+from megarl.config.model_names import models_of, with_models
 from megarl.config.rewards import RewardsConfig
 from megarl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
-from megarl.weights.hub import commits_of, local_model, with_local_models, with_recorded_commits
+from megarl.record.metrics import RunPaths
+from megarl.run.resume import with_models_of_run
+from megarl.weights.hub import commits_of, local_model
 
 COMMIT, OLDER = "c0ffee" * 6 + "c0de", "0ff1ce" * 6 + "c0de"
 FILES = {
@@ -177,11 +180,11 @@ def test_every_model_of_a_configuration(hub: Hub) -> None:
         critic=CriticConfig(model_path="runs/critic/export"),
         reward_model=RewardModelConfig(model_path="org/tiny"),
     )
-    local = with_local_models(config)
+    local = with_models(config, local_model)
     path = local_model("org/tiny", "model.path")
     assert (local.model.path, local.reference.model_path, local.reward_model.model_path) == (path, path, path)
     assert local.critic == config.critic
-    assert with_local_models(Config()) == Config()
+    assert with_models(Config(), local_model) == Config()
 
 
 def test_an_id_may_name_a_branch_a_tag_or_a_commit(hub: Hub) -> None:
@@ -203,30 +206,27 @@ def test_a_run_goes_on_with_the_commits_that_it_began_with(hub: Hub, capsys: pyt
         critic=CriticConfig(model_path="org/tiny@v1"),
         rewards=RewardsConfig(judge_servers={"mine": server}),
     )
-    begun = with_local_models(config, judges=True)
-    recorded = commits_of(begun)
+    begun = with_models(config, local_model, judges=True)
+    recorded = commits_of(models_of(begun))
     assert recorded == {
         "model.path: org/tiny": COMMIT,
         "critic.model_path: org/tiny": OLDER,
         "rewards.judge_servers.mine.model: org/tiny": COMMIT,
     }
     hub.revisions["main"] = OLDER
-    assert with_local_models(config, judges=True) != begun
-    assert with_local_models(with_recorded_commits(config, recorded), judges=True) == begun
-    other = with_recorded_commits(Config(model=ModelConfig(path="org/tiny@main")), recorded)
-    assert Path(with_local_models(other).model.path).name == OLDER
+    assert with_models(config, local_model, judges=True) != begun
+    versions = RunPaths.of(config.run).versions
+    versions.parent.mkdir(parents=True)
+    versions.write_text(json.dumps({"python": "3.12.1", **recorded}))
+    assert with_models(with_models_of_run(config), local_model, judges=True) == begun
+    other = with_models_of_run(Config(model=ModelConfig(path="org/tiny@main")))
+    assert Path(with_models(other, local_model).model.path).name == OLDER
     # Elsewhere there is nothing to record, and nothing is said.
-    assert commits_of(Config(model=ModelConfig(path="/models/tiny"))) == {}
+    assert commits_of({"model.path": "/models/tiny"}) == {}
     assert "warn" not in "".join(capsys.readouterr())
 
 
 def test_judges_wait_where_none_are_asked(hub: Hub) -> None:
     config = Config(rewards=RewardsConfig(judge_servers={"mine": JudgeServerConfig(model="org/tiny")}))
-    assert with_local_models(config) == config
-    assert hub.asked == set()
-
-
-def test_a_published_config_spares_a_dry_run_the_download(hub: Hub) -> None:
-    config = Config(model=ModelConfig(path="org/tiny", config_path="configs/model/hf/qwen3-8b"))
-    assert with_local_models(config, weights=False) == config
+    assert with_models(config, local_model) == config
     assert hub.asked == set()
