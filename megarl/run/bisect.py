@@ -13,12 +13,14 @@ from megarl.host.exit_codes import EXIT_FAILED
 from megarl.host.streams import print_lines
 
 if TYPE_CHECKING:
-    from megarl.bisect.rules import Weights
     from megarl.bisect.search import Discrepancy
     from megarl.cluster.cluster import Cluster
+    from megarl.config.generation import RolloutConfig
     from megarl.config.schema import Config
     from megarl.record.checkpoints import Checkpoint
     from megarl.record.metrics import RunPaths
+    from megarl.types.passes import Told
+    from megarl.weights.families import ModelSpec
 
 # Tokens of a row, and how many of them an engine samples, of which keys and values of the first are cached.
 _TOKENS, _SAMPLED = 96, 16
@@ -42,8 +44,7 @@ def _bisect(arguments: argparse.Namespace) -> None:
     if (arguments.run_dir is None) == (arguments.model is None):
         raise ConfigError("megarl bisect: name either a run's directory or --model DIR")
     with shown():
-        config, checkpoint, ids = _inputs(arguments)
-        finding = bisect(config, checkpoint, ids)
+        finding = bisect(arguments)
     if finding is not None:
         print_lines(*finding.lines)
         raise SystemExit(EXIT_FAILED)
@@ -99,9 +100,10 @@ def _recorded_ids(paths: "RunPaths", model: str) -> list[int]:
     return ids[: _TOKENS - _SAMPLED]
 
 
-def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) -> "Discrepancy | None":
+def bisect(arguments: argparse.Namespace) -> "Discrepancy | None":
     """Start both sides, send the weights, let each compute a row, and search the first difference."""
     from megarl.bisect.rules import Weights
+    from megarl.bisect.search import ENGINE, TRAINER, search
     from megarl.cluster.cluster import Cluster
     from megarl.cluster.offloading import LOAD, MemoryLedger, built_parts
     from megarl.cluster.roles import actor_role
@@ -111,9 +113,13 @@ def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) ->
     from megarl.train.export import export_model
     from megarl.types.messages import LoadRequest
 
+    config, checkpoint, ids = _inputs(arguments)
     role = actor_role(config)
     derived = derive_run(config, [role], (), command="eval")
-    weights = Weights.read(Path(config.model.path))
+    weights, engine = Weights.read(Path(config.model.path)), config.rollout.engine
+    dtypes: dict[str, str] = {TRAINER: config.model.dtype, ENGINE: engine.dtype or config.model.dtype}
+    if engine.quantization or engine.kv_cache_dtype:
+        dtypes[ENGINE] = "float8"
     with (
         tempfile.TemporaryDirectory(prefix="megarl-bisect-") as directory,
         starting(Path(directory)),
@@ -131,17 +137,17 @@ def bisect(config: "Config", checkpoint: "Checkpoint | None", ids: list[int]) ->
             older, weights = [weights], Weights.read(Path(directory) / "weights")
         with closing(cluster.supervisor(config, ledger, cluster.weight_sync)) as supervisor:
             supervisor.push(0)
-            return _compared(cluster, config, weights, older, ids)
+            told = _told(cluster, config.rollout, weights.spec, ids)
+            return search(weights, told, dtypes=dtypes, older=older)
 
 
-def _compared(
-    cluster: "Cluster", config: "Config", weights: "Weights", older: list["Weights"], ids: list[int]
-) -> "Discrepancy | None":
+def _told(cluster: "Cluster", rollout: "RolloutConfig", spec: "ModelSpec", ids: list[int]) -> "dict[str, Told]":
+    """Let an engine sample the end of a row, and return what each side tells of its pass over the whole row."""
     import numpy as np
     import torch
 
     from megarl.bisect.rules import merged_told
-    from megarl.bisect.search import ENGINE, TRAINER, search
+    from megarl.bisect.search import ENGINE, TRAINER
     from megarl.cluster.processes import wait_all
     from megarl.config.generation import Sampling
     from megarl.rollout.engine import GenerationRequest, VllmEngine
@@ -149,8 +155,8 @@ def _compared(
     from megarl.types import Row
     from megarl.types.passes import PassPlace, Probe, Told
 
-    vocab, temperature, timeout_s = weights.spec.dims.vocab, config.rollout.temperature, config.rollout.timeout_s
-    prompt = ids or np.random.default_rng(0).integers(0, vocab, _TOKENS - _SAMPLED).tolist()
+    temperature, timeout_s = rollout.temperature, rollout.timeout_s
+    prompt = ids or np.random.default_rng(0).integers(0, spec.dims.vocab, _TOKENS - _SAMPLED).tolist()
     request = GenerationRequest(
         token_ids=tuple(prompt), seed=0, sampling=Sampling(temperature=temperature), max_tokens=_SAMPLED
     )
@@ -170,12 +176,8 @@ def _compared(
     )
     call = engine.call(tell_pass, token_ids.tolist())
     (by_engine,) = wait_all([call], timeout_s=timeout_s, doing="recording a pass")
-    values = merged_told(weights.spec, by_engine, len(token_ids), scales_turned=True) | sampled
-    told = {
+    values = merged_told(spec, by_engine, len(token_ids), scales_turned=True) | sampled
+    return {
         ENGINE: Told(token_ids=token_ids, values=values, sampled_at=temperature),
         TRAINER: Told(token_ids=token_ids, values=cluster.workers.tell(row, temperature), temperature=temperature),
     }
-    dtypes: dict[str, str] = {TRAINER: config.model.dtype, ENGINE: config.rollout.engine.dtype or config.model.dtype}
-    if config.rollout.engine.quantization or config.rollout.engine.kv_cache_dtype:
-        dtypes[ENGINE] = "float8"
-    return search(weights, told, dtypes=dtypes, older=older)

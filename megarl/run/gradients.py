@@ -15,9 +15,9 @@ from megarl.host.exit_codes import EXIT_FAILED
 from megarl.host.streams import print_lines
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Config
     from megarl.record.checkpoints import Checkpoint
     from megarl.record.metrics import RunPaths
+    from megarl.run.session_inputs import SessionInputs
     from megarl.train.collect import Collected
 
 # The file beside a saved gradient's tensors that says of what it is.
@@ -105,6 +105,7 @@ def _compute(arguments: argparse.Namespace, run_dir: Path, overrides: list[str],
     from megarl.config.setting import needing_trust
     from megarl.record.checkpoints import checkpoint_dir, complete_steps, read_checkpoint
     from megarl.record.metrics import RunPaths
+    from megarl.run.session_inputs import open_session_inputs
 
     paths, step = RunPaths(run_dir), arguments.step
     config = saved_config(paths.saved_tree())
@@ -118,7 +119,9 @@ def _compute(arguments: argparse.Namespace, run_dir: Path, overrides: list[str],
         raise ConfigError("actor.lora: compare-gradients compares the gradients of all weights; set actor.lora=null")
     earlier = [each for each in complete_steps(paths.checkpoints) if each < step]
     checkpoint = read_checkpoint(checkpoint_dir(paths.checkpoints, earlier[-1])) if earlier else None
-    write_gradient(config, checkpoint, recorded_batch(RunPaths(arguments.run_dir), step), out, step=step)
+    batch = recorded_batch(RunPaths(arguments.run_dir), step)
+    inputs = open_session_inputs(config, with_engines=False, with_reference=False)
+    write_gradient(inputs, checkpoint, batch, out, step=step)
 
 
 def recorded_batch(paths: "RunPaths", step: int) -> "Collected":
@@ -144,7 +147,7 @@ def recorded_batch(paths: "RunPaths", step: int) -> "Collected":
 
 
 def write_gradient(
-    config: "Config", checkpoint: "Checkpoint | None", batch: "Collected", out: Path, *, step: int
+    inputs: "SessionInputs", checkpoint: "Checkpoint | None", batch: "Collected", out: Path, *, step: int
 ) -> None:
     """Start a trainer, and write the gradient of the run's algorithm on a batch as Hugging Face tensors in float32.
 
@@ -152,7 +155,6 @@ def write_gradient(
     """
     from megarl.cluster import offloading
     from megarl.record.metrics import Timers
-    from megarl.run.session_inputs import open_session_inputs
     from megarl.run.session_parts import open_parts
     from megarl.train.forward import ForwardStage, needed_quantities, with_advantages
     from megarl.train.passes import RoleUpdater
@@ -162,8 +164,8 @@ def write_gradient(
     from megarl.types.seeds import batch_seed
     from megarl.weights.safetensors_map import create_model_files, weight_specs
 
+    config = inputs.config
     with contextlib.ExitStack() as stack:
-        inputs = open_session_inputs(config, with_engines=False, with_reference=False)
         parts = open_parts(stack, inputs, with_engines=False)
         if checkpoint is not None:
             parts.load(checkpoint.path, weights_only=True)
