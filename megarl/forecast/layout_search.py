@@ -3,11 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from megarl.config.batches import max_path_tokens
+from megarl.config.given import GivenSettings
 from megarl.config.load import PACKAGED, overridden, with_overrides
 from megarl.config.parse import from_dict
 from megarl.config.schema import Config
@@ -24,32 +23,20 @@ SIZES, MOST_STAGES = (1, 2, 4, 8, 16, 32, 64), 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutSearch:
+class LayoutSearch(GivenSettings):
     """The question to the search: a model on `gpus` devices with `device_bytes` each, `per_node` to a node.
 
-    base: all settings that the search does not choose. given: keys of those that it must not choose. num_stages: an
-    engine's, one on each of its nodes. stage_bytes: what `engine_bytes` counts.
+    num_stages: an engine's, one on each of its nodes. stage_bytes: what `engine_bytes` counts.
     """
 
-    base: Config
     spec: ModelSpec
-    num_stages: int
-    stage_bytes: int
+    num_stages: int = 0
+    stage_bytes: int = 0
     gpus: int
     per_node: int
     device_bytes: int
     hardware: Hardware
     constants: Constants
-    given: frozenset[str]
-
-    def chosen(self, section: str, **values: Any) -> dict[str, Any]:
-        """Return those of a section's values that are left to the search."""
-        return {name: value for name, value in values.items() if f"{section}.{name}" not in self.given}
-
-    def obeys(self, config: Config) -> bool:
-        """Return whether a configuration has every setting as it is given."""
-        own, asked = ([attrgetter(key)(each) for key in sorted(self.given)] for each in (config, self.base))
-        return own == asked
 
 
 def new_search(
@@ -93,40 +80,33 @@ def new_search(
         from megarl.forecast.calibrate import calibrate
 
         constants = calibrate(calibration, device_bytes=device_bytes)
-    num_stages, stage_bytes = _engine_stages(
-        base, spec, gpus=gpus, per_node=per_node, device_bytes=device_bytes, is_given="rollout.engine.pp" in given
-    )
-    return LayoutSearch(
+    search = LayoutSearch(
         base=base,
+        given=given,
         spec=spec,
-        num_stages=num_stages,
-        stage_bytes=stage_bytes,
         gpus=gpus,
         per_node=per_node,
         device_bytes=device_bytes,
         hardware=Hardware(per_node=per_node),
         constants=constants,
-        given=given,
     )
+    num_stages = _num_stages(search)
+    return replace(search, num_stages=num_stages, stage_bytes=engine_bytes(base, spec, num_stages))
 
 
-def _engine_stages(
-    base: Config, spec: ModelSpec, *, gpus: int, per_node: int, device_bytes: int, is_given: bool
-) -> tuple[int, int]:
-    """Choose the number of an engine's stages, one per node, and count the largest one's bytes.
-
-    They are the fewest that leave room for a row, or, if none does, the most that the GPUs allow.
-    """
-    if is_given:
-        return base.rollout.engine.pp, engine_bytes(base, spec, base.rollout.engine.pp)
+def _num_stages(search: LayoutSearch) -> int:
+    """Choose the number of an engine's stages: the fewest with room for a row, or else the most that the GPUs allow."""
+    base, gpus, per_node = search.base, search.gpus, search.per_node
+    if "rollout.engine.pp" in search.given:
+        return base.rollout.engine.pp
     counts = [n for n in SIZES if n == 1 or (per_node in SIZES and gpus % (n * per_node) == 0)]
-    for num_stages in (n for n in counts if n <= min(spec.dims.num_layers, MOST_STAGES)):
+    for num_stages in (n for n in counts if n <= min(search.spec.dims.num_layers, MOST_STAGES)):
         settings = replace(
             base.rollout.engine, tp=min(gpus, per_node), pp=num_stages, gpu_memory_utilization=ENGINE_SHARE
         )
         config = replace(base, rollout=replace(base.rollout, engine=settings))
-        stage_bytes = engine_bytes(base, spec, num_stages)
-        engine = plan_engine(config, spec.dims, stage_bytes, device_bytes)
+        stage_bytes = engine_bytes(base, search.spec, num_stages)
+        engine = plan_engine(config, search.spec.dims, stage_bytes, search.device_bytes)
         if (engine.kv_cache or 0) >= engine.kv_bytes_per_token * max_path_tokens(base):
             break
-    return num_stages, stage_bytes
+    return num_stages

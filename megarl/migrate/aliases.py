@@ -12,14 +12,13 @@ The tables are the files `peers/*.yaml`, one for each framework:
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.config.load import read_yaml
-from megarl.errors import ConfigError, UnknownKeyError
+from megarl.errors import ConfigError, UnknownKeyError, did_you_mean
 from megarl.migrate import translate  # noqa: F401 - registers its rules
 from megarl.migrate.rules import RULES, UNSET, Rule
 
@@ -148,9 +147,8 @@ def explain_option(option: str) -> list[str]:
     if not found and name in SAME:
         return [f"{name}: called so here, too"]
     if not found:
-        close = get_close_matches(name, asked, n=3)
-        advice = f"did you mean {' or '.join(close)}?" if close else f"name one of {', '.join(_TABLES)} before a colon"
-        raise ConfigError(f"explain-option: no table has {option!r}; {advice}")
+        advice = did_you_mean(name, asked) or f"name one of {', '.join(_TABLES)} before a colon"
+        raise ConfigError(f"explain-option: no table has {option!r}; {advice.strip()}")
     return [f"{each}: {alias.advice}" for each, alias in found.items()]
 
 
@@ -169,8 +167,7 @@ def unknown_options(arguments: list[str], known: Collection[str] = ()) -> str:
     hints = [f"--{name} is {found[1].advice}" for name in names if (found := find_alias(name.replace("-", "_")))]
     if not {"c", "cfg", "config", "config-file", "config_file"}.isdisjoint(names):
         hints.append("a run file is given by its path alone")
-    close = [each for name in names for each in get_close_matches(f"--{name}", known, n=1)]
-    hints += [f"did you mean {' and '.join(close)}?"] if close else []
+    hints += [near.strip() for name in names if (near := did_you_mean(f"--{name}", known))]
     advice = f"; {'; '.join(hints)}" if hints else ""
     return f"unrecognized arguments: {' '.join(arguments)}{advice}; settings are given as key=value"
 

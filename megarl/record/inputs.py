@@ -103,7 +103,7 @@ class RunInputs:
             if command not in readers:
                 continue
             is_free = _is_in(key, FREE)
-            if is_free or _is_in(key, FILES):
+            if is_free or names_file(key):
                 for name in _named(text, is_free=is_free):
                     stock.setdefault(key, []).append((name, _prints(name)))
         return cls(stock)
@@ -144,7 +144,7 @@ class RunInputs:
             now = self.stock.get(key, [])
             for place, (name, before) in enumerate(entries):
                 there = dict(now).get(name)
-                if there is None and _is_in(key, FILES) and len(now) == len(entries):
+                if there is None and names_file(key) and len(now) == len(entries):
                     name, there = now[place]
                     moved.add(key)
                 for below in sorted({*before, *(there or {})}):
@@ -160,6 +160,11 @@ class RunInputs:
         # The weights of a mixture are settings beside its paths.
         weighted = {key.rpartition(".")[0] for key in self.stock}
         return changed, moved - set(changed) - weighted, untold
+
+
+def names_file(key: str) -> bool:
+    """Return whether a setting names a file or directory that a run reads."""
+    return _is_in(key, FILES)
 
 
 def _is_in(key: str, patterns: Sequence[str]) -> bool:

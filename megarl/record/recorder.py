@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.config import dump
 from megarl.config.load import masked_settings
 from megarl.config.model_names import models_of
-from megarl.config.schema import Config, teacher_sections
+from megarl.config.schema import Config
 from megarl.data.chat import token_texts
-from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.host.directory_lock import DirectoryLock
 from megarl.host.streams import print_lines
 from megarl.host.unicode import plain
 from megarl.host.writing import dispensable, problem, replacing
-from megarl.record.inputs import RunInputs
+from megarl.record.inputs import RunInputs, names_file, texts_of
 from megarl.record.json_lines import older, truncate_lines
 from megarl.record.metrics import (
     MARKER,
@@ -150,17 +149,11 @@ class RunRecorder:
         resumes: no checkpoint is whole, so that the run begins anew. If the last attempt came to a step, what it wrote
             beside checkpoints takes the place of what an earlier one left.
         """
-        config, root = self._config, self.paths.root.resolve()
-        prompts = (*train_files(config.data.train), *config.data.val)
-        pairs = [path for section in (config.train_reward, config.train_preference) for path in section.train]
-        pairs += [*config.train_reward.val, *config.train_preference.val]
-        models = [config.model.path, config.reference.model_path, config.reward_model.model_path]
-        models += [each.model_path for each in teacher_sections(config).values()]
-        others = (config.rollout.replay_dir, *config.algo.plugins)
-        for given in (*models, *prompts, *config.sft.train, *pairs, *others):
-            if given and Path(given).resolve().is_relative_to(root):
+        root = self.paths.root.resolve()
+        for key, given in texts_of(self._config):
+            if names_file(key) and given and Path(given).resolve().is_relative_to(root):
                 raise ConfigError(
-                    f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
+                    f"{key}: {given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
                 )
         # The logs are those of the jobs that run here, the present one among them.
         kept = {root / self.paths.logs.name, root / self.paths.lock.name}

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
@@ -40,7 +39,7 @@ from megarl.host.reach import unreached
 from megarl.host.streams import print_lines
 from megarl.host.writing import free_bytes, room
 from megarl.record.checkpoints import Command
-from megarl.record.inputs import FILES, texts_of
+from megarl.record.inputs import names_file, texts_of
 from megarl.record.metrics import RunPaths
 from megarl.record.trackers import require_trackers
 from megarl.rewards.custom.signatures import look_for
@@ -121,7 +120,7 @@ def _check_settings(config: Config, command: str) -> None:
     """Check settings for a command; those of plugins, only after these have been tried in a process of their own."""
     require_assertions()
     for key, text in texts_of(config):
-        if "://" in text and any(fnmatchcase(key, each) for each in ("run.dir", *FILES)):
+        if "://" in text and (key == "run.dir" or names_file(key)):
             raise ConfigError(
                 f"{key}: got {masked_text(text)!r}, expected a path: runs read and write files of this host alone; "
                 "copy them there, or mount that storage"

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.algos.advantages import estimator_of
@@ -27,7 +26,7 @@ from megarl.record.checkpoints import (
     last_checkpoint,
     torn_steps,
 )
-from megarl.record.inputs import FILES, RunInputs, texts_of
+from megarl.record.inputs import RunInputs, names_file, texts_of
 from megarl.record.metrics import STATE_FILE, RunPaths
 from megarl.record.plugins import require_same_plugins
 from megarl.train.export import exported
@@ -154,7 +153,7 @@ def check_resumed(config: Config, command: Command) -> Iterator[str]:
         settings = replace(settings, total_epochs=None, total_steps=max(settings.total_steps, state.step))
         config = replace(config, **{section: settings})
     changes = differences(state.config, config)
-    named = [f"{key}:" for key, _, now in changes if now and any(fnmatchcase(key, each) for each in FILES)]
+    named = [f"{key}:" for key, _, now in changes if now and names_file(key)]
     _require_continuable(Checkpoint(path=path, state=state), config, command, named)
 
 

@@ -104,8 +104,6 @@ def rehearse_episodes(
     config: Config,
     prompts: Iterable[Prompt],
     environments: Collection[str],
-    *,
-    afresh: bool = False,
     images: "DataImages | None" = None,
 ) -> dict[str, Schemas]:
     """Play an episode with each of the environments that these prompts use, but for those with `rehearse: false`.
@@ -126,7 +124,7 @@ def rehearse_episodes(
     # Neither plugins nor rewards take part.
     algo, rewards = replace(config.algo, plugins=(), settings={}), replace(config.rewards, custom=_NO_FUNCTIONS)
     own = replace(config, algo=algo, rewards=rewards)
-    return _passed(Trial(config=own, prompts=tuple(firsts.values())), afresh=afresh)
+    return _passed(Trial(config=own, prompts=tuple(firsts.values())), afresh=False)
 
 
 _NO_FUNCTIONS = Config().rewards.custom

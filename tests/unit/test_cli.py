@@ -172,7 +172,7 @@ def test_what_elsewhere_is_called_otherwise_names_commands_that_there_are() -> N
     [
         ("--resume=latest", "takes no value 'latest'; leave it out"),
         ("--dry-run=yes", "argument --dry-run: takes no value 'yes'; leave it out"),
-        ("--overide", "unrecognized arguments: --overide; did you mean --overwrite?; settings are given as key=value"),
+        ("--overide", "unrecognized arguments: --overide; did you mean '--overwrite'?; settings are given as"),
         # No beginning of an option stands for it.
         ("--over", "unrecognized arguments: --over"),
         ("--config=run.yaml", "unrecognized arguments: --config=run.yaml; a run file is given by its path alone"),

@@ -42,7 +42,7 @@ def test_an_option_is_explained(option: str, expected: list[str], capsys: pytest
 
 
 def test_an_unknown_option_is_answered_with_one_alike() -> None:
-    with pytest.raises(ConfigError, match=r"no table has 'verl:critic.optimm.lr'; did you mean critic\.optim\.lr"):
+    with pytest.raises(ConfigError, match=r"no table has 'verl:critic.optimm.lr'; did you mean 'critic\.optim\.lr'"):
         explain_option("verl:critic.optimm.lr")
 
 

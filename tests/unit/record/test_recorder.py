@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.algo import AlgoConfig, DistillConfig
-from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
+from megarl.config.schema import Config, CriticConfig, DataConfig, ModelConfig, RunConfig, WeightedFile
 from megarl.errors import ConfigError
 from megarl.record.metrics import MARKER
 from megarl.record.recorder import RunRecorder, batch_metrics
@@ -137,6 +137,8 @@ def test_overwriting_never_removes_the_inputs(tmp_path: Path) -> None:
     for changed in ({"model": str(root / "export")}, {"train": (data,)}, {"train": (WeightedFile(path=data),)}):
         with pytest.raises(ConfigError, match="which --overwrite removes"):
             RunRecorder(config(tmp_path, **changed), overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/export lies in "):
+        RunRecorder(replace(config(tmp_path), critic=CriticConfig(model_path=str(root / "export"))), overwrite=True)
     assert (root / "export").is_dir()
 
 
