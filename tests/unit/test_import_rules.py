@@ -164,7 +164,7 @@ MOST_LINES = {
 MOST_LINES_TOGETHER = 98_800
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
-MOST_TAKERS = 19
+MOST_TAKERS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
