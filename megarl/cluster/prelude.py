@@ -1,14 +1,15 @@
 """Start what takes long before the cluster can start: a janitor, and imports of libraries."""
 
 import os
+import secrets
 from typing import Self
 
 from megarl.config.schema import ClusterConfig, RunConfig
 from megarl.host.child_environment import SAFE_PATH, require_assertions, without_proxy_here
 from megarl.host.device.platform import apply_environment, platform
 from megarl.host.fork_server import ForkServers
-from megarl.host.janitor import open_janitor
-from megarl.host.peers import fresh_secret
+from megarl.host.janitor import HOSTED_RUN_VARIABLE, HostedRun, Janitor
+from megarl.host.peers import SECRET_VARIABLE
 from megarl.host.ray_environment import RAY_ENVIRONMENT
 from megarl.host.sharing import umask_variable
 
@@ -34,10 +35,12 @@ class Prelude:
             **SAFE_PATH,
             **here,
             **umask_variable(run.share),
-            **fresh_secret(),
+            SECRET_VARIABLE: secrets.token_hex(32),
         }
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
-        self.janitor = open_janitor()
+        # The hosts of a run that others have started have janitors already.
+        run_id = os.environ.get(HOSTED_RUN_VARIABLE)
+        self.janitor: Janitor | HostedRun = Janitor() if run_id is None else HostedRun(run_id)
         if cluster.address is None:
             # Libraries leave files in the temporary directory; the run's own is removed as a whole.
             self.environment["TMPDIR"] = str(self.janitor.temp_dir)

@@ -118,12 +118,6 @@ class HostedRun:
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
-def open_janitor() -> "Janitor | HostedRun":
-    """Start a janitor for this process, unless the environment says that the run's hosts have janitors already."""
-    run_id = os.environ.get(HOSTED_RUN_VARIABLE)
-    return Janitor() if run_id is None else HostedRun(run_id)
-
-
 class Janitor:
     """The owner's handle to a janitor process, which cleans up after the run when the owner calls `close` or dies.
 

@@ -22,17 +22,13 @@ from megarl.host.stage import note_foreign
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+# The variable by which the processes of one run know each other.
 SECRET_VARIABLE = "MEGARL_GROUP_SECRET"
 # Who connects sends its rank, a nonce and a proof, and gets a proof back.
 _RANK_BYTES, _NONCE_BYTES, _PROOF_BYTES = 4, 16, 32
 _HELLO_BYTES = _RANK_BYTES + _NONCE_BYTES + _PROOF_BYTES
 # How many connections may wait to be proven; beyond it, those that have waited longest are turned away.
 _MOST_WAITING = 256
-
-
-def fresh_secret() -> dict[str, str]:
-    """Return a variable by which the processes of one run know each other."""
-    return {SECRET_VARIABLE: secrets.token_hex(32)}
 
 
 def connect_peers(store: "dist.Store", rank: int, size: int, timeout_s: float) -> dict[int, socket.socket]:

@@ -49,11 +49,6 @@ def sample_weights(loaded: LoadedRole) -> list[WeightSample]:
     return samples
 
 
-def count_moved(samples: Sequence[WeightSample]) -> int:
-    """Return how many of the sampled weights have changed since."""
-    return sum(int((each.weight != each.before).sum()) for each in samples)
-
-
 def update_ratios(loaded: LoadedRole, samples: Sequence[WeightSample]) -> dict[str, float]:
     """Return ‖change‖ / ‖weights before‖ of each layer's trained weights, over all ranks of the role, as metrics."""
     names = [*(f"layer_{i}" for i in range(loaded.model_spec.dims.num_layers)), *_OTHERS.values()]

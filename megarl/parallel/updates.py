@@ -16,7 +16,7 @@ from megarl.parallel.head.distill import DistilledLogprobs
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.moe.router import MiniBatchLoad
-from megarl.parallel.movement import count_moved, sample_weights, update_ratios
+from megarl.parallel.movement import sample_weights, update_ratios
 from megarl.parallel.packing import Pack
 from megarl.parallel.passes import (
     TRAINED_AS,
@@ -286,7 +286,7 @@ def optimizer_step(loaded: LoadedRole, request: StepRequest) -> UpdateResult:
         metrics={f"{request.role}/grad_norm": norm, f"{request.role}/lr": request.lr, **ratios},
         before={},
         num_watched=sum(len(each.before) for each in samples) if request.watches else 0,
-        num_moved=count_moved(samples) if request.watches else 0,
+        num_moved=sum(int((s.weight != s.before).sum()) for s in samples) if request.watches else 0,
     )
 
 

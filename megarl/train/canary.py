@@ -40,11 +40,6 @@ def syncs_apart(round_s: float, step_s: float) -> int:
     return max(1, math.ceil(round_s / (SHARE * step_s))) if step_s > 0 else 1
 
 
-def most_nats(limit: float, num_tokens: int) -> float:
-    """Return what |Δ| may be on average over an answer, from the gate's limit for a whole rollout."""
-    return limit * (1 + _DEVIATIONS / math.sqrt(num_tokens))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFinding:
     """How far an engine's answers are from the trainer's.
@@ -63,12 +58,12 @@ class EngineFinding:
     def of(
         cls, rows: Sequence[Row], logprobs: Sequence[FloatArray], completions: Sequence[Completion], limit: float
     ) -> "EngineFinding":
-        """Compare an engine's answers, a row each, with the trainer's log-probs of them."""
+        """Compare an engine's answers, a row each, with the trainer's log-probs. limit: the gate's of a rollout."""
         found = [mismatch_of([row], [each]).metrics() for row, each in zip(rows, logprobs, strict=True)]
         return cls(
             largest=max(each["mismatch/abs_max"] for each in found),
             means=tuple(each["mismatch/abs_mean"] for each in found),
-            limits=tuple(most_nats(limit, row.num_loss_tokens) for row in rows),
+            limits=tuple(limit * (1 + _DEVIATIONS / math.sqrt(row.num_loss_tokens)) for row in rows),
             claims=tuple(sorted({span.version for each in completions for span in each.versions})),
             num_cached=sum(each.num_cached for each in completions),
         )
