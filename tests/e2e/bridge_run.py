@@ -21,7 +21,7 @@ from megarl.train.export import export_model
 from megarl.types import FloatArray, row_from_sample
 from megarl.weights.families import read_model_spec
 from tests.e2e.support import open_policy, random_prompts, random_sequences, rows_of, small_config
-from tests.helpers.boxes import covered
+from tests.helpers.boxes import covered, received_bytes
 from tests.helpers.rank_pool import RankContext
 
 ROUNDS = 3
@@ -81,7 +81,7 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         ]
         sync.close()
         assert not list(Path("/dev/shm").glob(f"megarl-{cluster.scope.run_id}-bridge-*"))
-        planned = [plan.received_bytes(receiver) for receiver in sorted(plan.needs)]
+        planned = [received_bytes(plan, receiver) for receiver in sorted(plan.needs)]
         return Report(engine=engine, trainer=trainer, minimum=minimum, planned=planned, measured=measured)
 
 

@@ -1,9 +1,10 @@
-"""Which elements of a tensor boxes cover."""
+"""Which elements of a tensor boxes cover, and how many bytes of them a plan has a receiver get."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from megarl.sync.plan.build import Plan
 from megarl.weights.boxes import Boxes, slices_of
 
 
@@ -14,3 +15,8 @@ def covered(shape: Sequence[int], boxes: Boxes) -> np.ndarray:
         count[slices_of(box)] += 1
     assert count.max(initial=0) <= 1
     return count.astype(bool)
+
+
+def received_bytes(plan: Plan, receiver: int, *, local: bool = False) -> int:
+    """Over the wire, or with `local` from ranks that share the receiver's memory."""
+    return sum(message.num_bytes for message in plan.of_receiver(receiver) if message.local == local)

@@ -106,15 +106,6 @@ class Plan:
     def of_receiver(self, receiver: int) -> list[WeightMessage]:
         return self._by_end[1].get(receiver, [])
 
-    def received_bytes(self, receiver: int, *, local: bool = False) -> int:
-        """Return how many bytes a receiver gets: over the wire, or with `local` from ranks that share its memory."""
-        return sum(message.num_bytes for message in self.of_receiver(receiver) if message.local == local)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Return the bytes sent over the wire to all engine workers: Σ R_i."""
-        return sum(message.num_bytes for message in self.messages if not message.local)
-
 
 def build_plan(
     specs: Mapping[str, TensorSpec],

@@ -27,7 +27,7 @@ from megarl.sync.transport.shared_memory import HostMemory
 from megarl.weights.boxes import Boxes, box_of, slices_of
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
-from tests.helpers.boxes import covered
+from tests.helpers.boxes import covered, received_bytes
 from tests.unit.weights.test_slices import fused_tensors, hf_tensors, make_spec, rank_slices
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_workers_get_what_they_need_and_nothing_else(transport: str, bucket_byte
             assert len(tensors) == len(expected)
             for name, tensor in tensors:
                 assert_only_needed(tensor, expected[name], needs[name])
-            assert receivers[i].wire_bytes == plan.received_bytes(NUM_RANKS + i)
+            assert receivers[i].wire_bytes == received_bytes(plan, NUM_RANKS + i)
 
 
 def assert_only_needed(tensor: torch.Tensor, expected: torch.Tensor, boxes: Boxes) -> None:
@@ -234,7 +234,7 @@ def test_differences_give_the_same_bits_and_send_fewer_bytes(transport: str, tmp
             set_row(ranks, expected, name, row, -float(turn))
         sent, received = run(senders, receivers, ranks, turn, full=turn == 4)
         for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
-            needs, whole = plan.needs[NUM_RANKS + i], plan.received_bytes(NUM_RANKS + i)
+            needs, whole = plan.needs[NUM_RANKS + i], received_bytes(plan, NUM_RANKS + i)
             for name, tensor in tensors:
                 mine = torch.from_numpy(covered(tensor.shape, needs[name]))
                 assert bits(tensor[mine]) == bits(expected[name][mine])

@@ -16,7 +16,7 @@ from megarl.weights.rope import DefaultRope
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import FAMILIES
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
-from tests.helpers.boxes import covered
+from tests.helpers.boxes import covered, received_bytes
 from tests.helpers.hf_models import MODELS, make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.vllm_stages import stage_tensors
@@ -161,11 +161,11 @@ def test_a_tp2_engine_receives_the_minimum() -> None:
     # Elements per layer that a quarter has: q 8·6, k 4·6, v 4·6, their biases 16, o 6·8, gate and up 2·6, down 6·2.
     split = 8 * 6 + 4 * 6 + 4 * 6 + 16 + 6 * 8 + 2 * 6 + 2 * 6 + 6 * 2
     # Embedding and head: worker 0 needs rows 0 to 63 and has 0 to 31; worker 1 needs 64 to 99 and has 96 to 99.
-    assert plan.received_bytes(10) == 2 * (split + 2 * 32 * 6)
-    assert plan.received_bytes(11) == 2 * (split + 2 * 32 * 6)
+    assert received_bytes(plan, 10) == 2 * (split + 2 * 32 * 6)
+    assert received_bytes(plan, 11) == 2 * (split + 2 * 32 * 6)
     needs = [sum(num_elements(box) for boxes in needed[receiver].values() for box in boxes) for receiver in (10, 11)]
     for receiver, elements in zip((10, 11), needs, strict=True):
-        assert plan.received_bytes(receiver) + plan.received_bytes(receiver, local=True) == 2 * elements
+        assert received_bytes(plan, receiver) + received_bytes(plan, receiver, local=True) == 2 * elements
 
 
 @pytest.mark.parametrize(("size", "num_experts"), [(2, 6), (4, 6), (8, 256), (3, 64)])
