@@ -32,8 +32,8 @@ def with_models(config: Config, change: Callable[[str, str], str], *, judges: bo
     return replace(config, **changed)
 
 
-def models_of(config: Config) -> dict[str, str]:
-    """Return the names of all models of a configuration by their keys, those of judge servers too."""
+def models_of(config: Config, *, judges: bool = False) -> dict[str, str]:
+    """Return the names of a configuration's models by their keys."""
     names = dict[str, str]()
-    with_models(config, lambda name, key: names.setdefault(key, name), judges=True)
+    with_models(config, lambda name, key: names.setdefault(key, name), judges=judges)
     return names

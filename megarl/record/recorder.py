@@ -77,7 +77,7 @@ def write_settings(directory: Path, config: Config) -> None:
     for name in RECORDED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    versions |= commits_of(models_of(config))
+    versions |= commits_of(models_of(config, judges=True))
     texts = {paths.config: dump(config), paths.versions: json.dumps(versions, indent=2) + "\n"}
     for path, text in texts.items():
         with replacing(path) as file:

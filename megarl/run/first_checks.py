@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.algos.build import algorithm_of
 from megarl.algos.preference import preference_objective
 from megarl.config.check import TRAINING_CHECKS
-from megarl.config.model_names import with_models
+from megarl.config.model_names import models_of
 from megarl.config.schema import Config, DataConfig
 from megarl.config.setting import addresses_of
 from megarl.config.target import target_in_words
@@ -144,7 +144,8 @@ def _look_for_functions(config: Config, *, if_there: bool = False) -> None:
 
 def _check_models(config: Config, command: str, files: str) -> list[str]:
     """Check models, of the policy's also weights and tokenizer if its directory has such files; return warnings."""
-    with_models(config, _has_model)
+    for key, name in models_of(config).items():
+        read_model_spec(Path(local_model(name, key, weights=False)), key)
     if any(Path(config.model.path).glob(files)):
         # The training of a reward model checks it as one.
         if command != "train-reward":
@@ -166,11 +167,6 @@ def adapter_warnings(config: Config) -> Iterator[str]:
             spec = read_model_spec(Path(local_model(model, key, weights=False)))
             if named := read_peft(Path(section.lora.path), spec).other_base(spec):
                 yield f"{key}.lora.path: the adapters were trained on {named}, by adapter_config.json; is that {model}?"
-
-
-def _has_model(name: str, key: str) -> str:
-    read_model_spec(Path(local_model(name, key, weights=False)), key)
-    return name
 
 
 def _data(config: Config, command: str) -> tuple[Sequence[str], Sequence[str]]:

@@ -145,7 +145,7 @@ def check_resumed(config: Config, command: Command) -> Iterator[str]:
     except (OSError, ValueError, KeyError, TypeError):
         # The run looks through all of it, and says what to do.
         return
-    models = models_of(state.config)
+    models = models_of(state.config, judges=True)
     config = with_models(config, lambda name, key: models.get(key, name), judges=True)
     section, _ = _TOTAL_STEPS[command](config)
     if (settings := getattr(config, section)).total_epochs is not None:

@@ -207,7 +207,7 @@ def test_a_run_goes_on_with_the_commits_that_it_began_with(hub: Hub, capsys: pyt
         rewards=RewardsConfig(judge_servers={"mine": server}),
     )
     begun = with_models(config, local_model, judges=True)
-    recorded = commits_of(models_of(begun))
+    recorded = commits_of(models_of(begun, judges=True))
     assert recorded == {
         "model.path: org/tiny": COMMIT,
         "critic.model_path: org/tiny": OLDER,
