@@ -207,9 +207,9 @@ def require_known(declared: str, names: Iterable[str], known: Sequence[str]) -> 
             raise ValueError(f"{declared}: got {str(name)!r}, expected names among {', '.join(known)}; correct it")
 
 
-def require_fields(declared: str, names: Iterable[str], cls: type[Any]) -> None:
-    """Raise ValueError if a registration declares a name that is not a field of the dataclass `cls`."""
-    require_known(declared, names, [field.name for field in fields(cls)])
+def require_fields(options: Iterable[str], cls: type[Any]) -> None:
+    """Raise ValueError if a registration declares an option that is not a field of the dataclass `cls`."""
+    require_known("options", options, [field.name for field in fields(cls)])
 
 
 def refuse_unused(

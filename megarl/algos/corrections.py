@@ -169,7 +169,7 @@ class CorrectionRule:
     per_token: bool = False
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, CorrectionConfig)
+        require_fields(self.options, CorrectionConfig)
 
 
 CORRECTIONS: FunctionRegistry[Weight, CorrectionRule] = FunctionRegistry(

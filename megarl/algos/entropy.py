@@ -31,7 +31,7 @@ class EntropyController:
     options: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, EntropyConfig)
+        require_fields(self.options, EntropyConfig)
 
 
 ENTROPY_CONTROLLERS: FunctionRegistry[EntropyRule, EntropyController] = FunctionRegistry(

@@ -92,7 +92,7 @@ class PolicyLoss:
     measure: Callable[[PolicyLossConfig], HeadMeasure] | None = None
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, PolicyLossConfig)
+        require_fields(self.options, PolicyLossConfig)
         require_known("reads", self.reads, ("old_logprobs", *FURTHER_INPUTS))
         if self.row_ratio and self.token_local:
             raise ValueError(

@@ -102,7 +102,7 @@ class PreferenceLoss:
     options: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, TrainPreferenceConfig)
+        require_fields(self.options, TrainPreferenceConfig)
 
 
 PREFERENCE_LOSSES: FunctionRegistry[PairLossFunction, PreferenceLoss] = FunctionRegistry(

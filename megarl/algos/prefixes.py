@@ -47,7 +47,7 @@ class PrefixStrategy:
     options: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, DemonstrationConfig)
+        require_fields(self.options, DemonstrationConfig)
 
 
 PREFIX_STRATEGIES: FunctionRegistry[PrefixRangeOf, PrefixStrategy] = FunctionRegistry(

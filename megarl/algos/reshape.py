@@ -65,7 +65,7 @@ class ReshapeRule:
     options: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, ReshapeArguments)
+        require_fields(self.options, ReshapeArguments)
 
 
 DEMONSTRATION_RESHAPES: FunctionRegistry[ReshapeMaker, ReshapeRule] = FunctionRegistry(

@@ -63,7 +63,7 @@ class Estimator:
     reads: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        require_fields("options", self.options, AdvantageConfig)
+        require_fields(self.options, AdvantageConfig)
         require_known("reads", self.reads, [quantity.value for quantity in TokenQuantity])
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
