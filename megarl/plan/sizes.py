@@ -97,13 +97,8 @@ def size_run(config: Config, device_bytes: int | None = H100_BYTES) -> SizedRun:
 
 def _size_here(config: Config, device_bytes: int | None) -> SizedRun:
     check_train(config)
-
-    def local(name: str, key: str) -> str:
-        # A published config.json spares the download.
-        is_spared = key == "model.path" and config.model.config_path is not None
-        return name if is_spared else local_model(name, key, weights=False)
-
-    config = with_models(config, local)
+    spared = "" if config.model.config_path is None else "model.path"  # A published config.json is enough.
+    config = with_models(config, lambda name, key: name if key == spared else local_model(name, key, weights=False))
     needed, roles = needs_of(config)
     specs: dict[Role, ModelSpec] = {}
     for role in roles:

@@ -76,15 +76,8 @@ def _inputs(arguments: argparse.Namespace) -> "tuple[Config, Checkpoint | None, 
     # One replica, whose ranks have whole rows.
     layout = replace(layout, dp=1, cp=1, etp=1, ep=math.gcd(layout.ep, layout.tp))
     engine = replace(config.rollout.engine, enforce_eager=True, prefix_caching=True, max_model_tokens=_TOKENS + 1)
-    return (
-        replace(
-            config,
-            actor=replace(config.actor, layout=layout),
-            rollout=replace(config.rollout, engine=engine),
-        ),
-        checkpoint,
-        ids,
-    )
+    config = replace(config, actor=replace(config.actor, layout=layout), rollout=replace(config.rollout, engine=engine))
+    return config, checkpoint, ids
 
 
 def _recorded_ids(paths: "RunPaths", model: str) -> list[int]:
