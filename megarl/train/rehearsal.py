@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from megarl import __version__
+from megarl.config.rewards import CustomConfig
 from megarl.config.schema import Config
 from megarl.environments.base import is_rehearsed
 from megarl.environments.rehearsal import Schemas
@@ -95,16 +96,13 @@ def rehearse(config: Config, *, afresh: bool = False) -> Config:
     """
     custom = config.rewards.custom
     if afresh and not all(Path(each.path).is_file() for each in custom.all_functions().values()):
-        custom = _NO_FUNCTIONS
+        custom = CustomConfig()
     _passed(Trial(config=replace(config, rewards=replace(config.rewards, custom=custom))), afresh=afresh)
     return config
 
 
 def rehearse_episodes(
-    config: Config,
-    prompts: Iterable[Prompt],
-    environments: Collection[str],
-    images: "DataImages | None" = None,
+    config: Config, prompts: Iterable[Prompt], environments: Collection[str], images: "DataImages | None" = None
 ) -> dict[str, Schemas]:
     """Play an episode with each of the environments that these prompts use, but for those with `rehearse: false`.
 
@@ -122,12 +120,9 @@ def rehearse_episodes(
         if len(firsts) == len(wanted):
             break
     # Neither plugins nor rewards take part.
-    algo, rewards = replace(config.algo, plugins=(), settings={}), replace(config.rewards, custom=_NO_FUNCTIONS)
+    algo, rewards = replace(config.algo, plugins=(), settings={}), replace(config.rewards, custom=CustomConfig())
     own = replace(config, algo=algo, rewards=rewards)
     return _passed(Trial(config=own, prompts=tuple(firsts.values())), afresh=False)
-
-
-_NO_FUNCTIONS = Config().rewards.custom
 
 
 def _passed(trial: Trial, *, afresh: bool) -> dict[str, Schemas]:
