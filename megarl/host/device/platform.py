@@ -36,8 +36,7 @@ COMMON_ENVIRONMENT = {
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "604800",  # The driver has limits, which leave out what a stop takes.
     # Engine workers rename themselves; the new name must not overwrite the environment by which they are found.
     "SPT_NOENV": "1",
-    # Repeated short waits at a store would otherwise print a warning each.
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # Repeated short waits at a store would otherwise print a warning each.
     # On a single host no other needs to reach its processes; several need the interface that connects them.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -162,6 +161,7 @@ class CpuPlatform(Platform):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_FR_BUFFER_SIZE": "0",  # Its records of collectives split freed memory: heaps grew by 36 KiB an update.
     }
     # Logical CPUs: two ranks and a tensor-parallel engine can share two cores.
     resources = MappingProxyType({"CPU": 0.5})
