@@ -22,7 +22,7 @@ from megarl.forecast.cli import add_plan
 from megarl.host.activity import shown
 from megarl.host.exit_codes import exit_on_errors
 from megarl.host.paths import expand_arguments, looked_for_here
-from megarl.host.streams import name_anything, print_lines, write_anything
+from megarl.host.streams import escape_unencodable, print_lines, use_utf8_mode
 from megarl.host.user_code import search_here_last
 from megarl.launch.cli import add_slurm
 from megarl.run.bisect import add_bisect
@@ -56,14 +56,14 @@ ELSEWHERE = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command given on the command line, and exit with the code that its error has."""
+    """Run the command of a command line; an error ends the process with the exit code of its type."""
     if argv is None:
-        name_anything()
+        use_utf8_mode()
         search_here_last()
-    write_anything()
+    escape_unencodable()
     arguments = parse(argv)
     if argv is None and getattr(arguments, "dry_run", False):
-        # To look for cycles among what is imported takes a third of the time, half of that at the end.
+        # The cyclic collector would take a third of the time, half of that at the exit, for imported modules alone.
         gc.disable()
         atexit.register(gc.freeze)
     with exit_on_errors(), looked_for_here(arguments):

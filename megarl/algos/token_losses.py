@@ -21,7 +21,7 @@ class TokenLosses:
     """Losses per token [B, T] with graph, and diagnostics [B, T] without graph, by metric name.
 
     loss: to be summed over `loss_mask`. policy_mask, demonstration_mask: loss tokens by who wrote them; diagnostics of
-    each kind are averaged over its mask. imitation: −logprobs, to be summed over `imitated_mask`.
+    each kind are averaged over its mask. imitation: −logprobs, to be summed over `imitated_mask`; None: no such term.
     """
 
     loss: Tensor

@@ -20,7 +20,7 @@ from megarl.host.device.platform import platform
 from megarl.host.device.ranges import named_range
 from megarl.host.sharing import adopt_umask
 from megarl.host.stage import process_files, read_foreign
-from megarl.host.streams import print_lines, write_anything
+from megarl.host.streams import escape_unencodable, print_lines
 from megarl.host.user_code import search_here_last
 from megarl.parallel.worker import RankWorker
 from megarl.rollout.engine import EngineReply, VllmEngine
@@ -48,7 +48,7 @@ class RunActor:
     preloaded: ClassVar[str] = ""
 
     def __init__(self) -> None:
-        write_anything()
+        escape_unencodable()
         search_here_last()
         adopt_umask()
         write_stacks_on_signal()

@@ -246,8 +246,8 @@ class ClusterConfig:
     # Names of hosts that must have joined the cluster before the run starts; []: do not wait for any.
     hosts: tuple[str, ...] = setting((), _HOST)
     # The packages on the nodes, for which dry runs, `megarl plan` and `megarl slurm submit` check settings: a file that
-    # containers/install.sh writes. null: the one that MEGARL_TARGET names, also in slurm/env.sh, else this machine's,
-    # or for GPUs that it lacks those of requirements/cuda.txt.
+    # containers/install.sh writes. null: the file that MEGARL_TARGET names, here or in slurm/env.sh; without one, this
+    # machine's packages, or those of requirements/cuda.txt for GPUs that it lacks.
     target: str | None = None
     # Logical CPUs, which only affect placement; null: the number of CPUs of the host.
     num_cpus: int | None = setting(None, AT_LEAST_1)
@@ -257,17 +257,17 @@ class ClusterConfig:
     # Time limit for an engine to load its model, compile kernels and capture CUDA graphs; the first start of a model
     # on a machine takes longest.
     engine_start_timeout_s: float = setting(1800.0, POSITIVE)
-    # Time without a sign of life, also while it works, after which an engine counts as hung: it is killed and replaced.
+    # Time without a sign of life (busy engines give them, too) after which a hung engine is killed and replaced.
     heartbeat_timeout_s: float = setting(30.0, POSITIVE)
-    # Time without an answer after which a host of a Slurm job counts as lost. A busy host may be silent for seconds:
-    # while it locks memory, say, or starts a process. A Ray cluster that is already running has a time of its own.
+    # Time without an answer after which a host of a Slurm job counts as lost. A busy host may be silent for seconds,
+    # while it locks memory, say, or starts a process. A Ray cluster that is already running keeps its own time limit.
     node_timeout_s: float = setting(30.0, Range(expected=">= 3", at_least=3.0))
-    # Time after which a rank that waits for others in a collective operation fails: the last resort, since torch
-    # counts the time for which a scheduler suspends a job. rollout.timeout_s, which does not, finds a hung rank.
+    # Time limit of a collective operation, after which a rank that waits in it fails. It also counts time in which a
+    # scheduler suspends the job, so it is a last resort: rollout.timeout_s, which does not, finds hung ranks.
     collective_timeout_s: float = setting(86400.0, POSITIVE)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError for hosts that could not join, or that would be lost before this is known."""
+        """Raise ConfigError for hosts that cannot join, and for ranks that give up before a lost host can be named."""
         if self.collective_timeout_s <= self.node_timeout_s:
             raise ConfigError(
                 f"{key}.collective_timeout_s: got {self.collective_timeout_s:g}, expected more than "

@@ -29,7 +29,7 @@ class MergedReader(SafetensorsReader):
         super().__init__(path)
         self._adapters, self._experts = adapters, updates_of_experts(spec, adapters)
         saved = {n: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for n, t in adapters.replaced.items()}
-        # As the base has them, if it has them.
+        # A tensor that both have keeps the base's shape and dtype.
         self.stored = saved | self.found
         self.merged = (*(name for name in adapters.updates if name in self.stored), *self._experts)
         merged = {name: replace(self.stored[name], dtype=torch.float32) for name in self.merged}
@@ -45,7 +45,7 @@ class MergedReader(SafetensorsReader):
         return rows
 
     def update(self, name: str, row: int, num_rows: int) -> torch.Tensor:
-        """Compute in float32 what is added to rows of a tensor that is merged; of all experts', a row is an expert."""
+        """Compute in float32 what is added to rows of a merged tensor. In a tensor of experts, a row is an expert."""
         if name not in self._experts:
             return self._adapters.updates[name].rows(row, num_rows)
         return torch.stack([each.whole() for each in self._experts[name][row : row + num_rows]])
@@ -59,13 +59,13 @@ class MergedReader(SafetensorsReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertUpdate:
-    """The updates of the matrices that make up one expert's part of a tensor of all experts."""
+    """The updates of the matrices that make up one expert's part of a tensor with all experts."""
 
     partition: Partition
     parts: tuple[LowRankUpdate, ...]
 
     def whole(self) -> torch.Tensor:
-        """Compute them in float32, in the shape of the part."""
+        """Compute the expert's update in float32, in the shape of its part."""
         updates = [part.rows(0, len(part.b)) for part in self.parts]
         if self.partition is Partition.GATE_UP_IN_TURNS:
             return torch.stack([update.T for update in updates], dim=-1).flatten(1)
@@ -76,7 +76,7 @@ def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, lis
     """Return the updates of all experts for each tensor of experts that has adapters, by the tensor's name.
 
     Raises:
-        ConfigError: only some of the experts have adapters, or some matrices of theirs.
+        ConfigError: only some of a tensor's experts, or only some of their matrices, have adapters.
     """
     experts: dict[str, list[tuple[Partition, list[str]]]] = {}
     for placed in spec.rules():
@@ -134,7 +134,7 @@ def merge(
 
 
 def _rounding(reader: MergedReader, names: list[str], out: Path) -> float:
-    """Return the norm of what rounding has added to the updates of some tensors, as a share of their own."""
+    """Return the norm of the rounding errors in some tensors, as a share of the norm of their updates."""
     written, errors, updates = SafetensorsReader(out), [], []
     for name in names:
         updates.append(reader.update(name, 0, 1 if len(reader.specs[name].shape) > 2 else _SAMPLED_ROWS))

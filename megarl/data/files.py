@@ -47,15 +47,15 @@ UNREAD_COLUMNS = {
 }
 # Values of such columns, or keys of turns, that say no more than their absence.
 PLAIN = {"agent_name": "single_turn_agent", "channel": "final", "recipient": "all"}
-# Columns without which those of the first name are no whole prompts, in Alpaca's form, Dolly's, SQuAD's and MMLU's.
+# For a column, those that complete its prompts, in the formats of Alpaca, Dolly, SQuAD and MMLU.
 _COMPLETING = {"instruction": ("input", "context"), "question": ("context", "choices", "options")}
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
-# Of data sets with fewer rows: the collector takes less than it takes to ask it what is left out already.
+# With fewer rows, garbage collection takes less time than `gc.get_freeze_count`.
 _FEW_ROWS = 20_000
-_SEARCHED_ROWS = 64  # of a column that no row may have, at a time: it may hold films
+_SEARCHED_ROWS = 64  # rows of a column of `unread` that are searched at a time, as they may hold videos
 REPAIR = "correct or remove the row"
 
-# How JSON may write half of a character: an escape without that of the other half, or the bytes that would encode it.
+# How JSON may write a lone surrogate: an escape without its other half, or the bytes that would encode it.
 # An escape after an escaped backslash is ordinary text, as the row itself then shows.
 _ESCAPED_HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F](?<!\\u[dD][89abAB]..\\u[dD].))")
 _ENCODED_HALF = re.compile(rb"\xed[\xa0-\xbf]")
@@ -71,7 +71,7 @@ def _require_empty(value: object, name: str, where: str) -> None:
 class ParquetFile:
     """A Parquet file of which only some columns are read; `present` names all columns that the file has.
 
-    DataError for a row with a value in a column of `unread`.
+    Raises DataError for a row with a value in a column of `unread`.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> None:
@@ -80,16 +80,16 @@ class ParquetFile:
             self.present: Sequence[str] = file.schema_arrow.names
             for name in unread:
                 if name in self.present:
-                    self._search(name)
+                    self._require_empty_column(name)
             table = file.read(columns=[name for name in dict.fromkeys(columns) if name in self.present])
-            # Damage that no checksum shows, such as text that is not UTF-8, before a row meets it.
+            # Find damage that no checksum shows, such as text that is not UTF-8, before a row is read.
             try:
                 table.validate(full=True)
             except pa.ArrowInvalid as error:
                 if "UTF8" in str(error):
                     self._locate_damaged_text(table)
                 raise
-        # Anything else is read in half the time without this.
+        # Rows without maps are read in half the time without this.
         self._maps = "strict" if "map<" in str(table.schema) else None
         self._narrow = {each.name: each.type for each in table.schema if _is_narrow(each.type)}
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
@@ -113,8 +113,8 @@ class ParquetFile:
                 first += len(rows)
                 yield from rows
 
-    def _search(self, name: str) -> None:
-        """Raise DataError, which names the row, for the first value in a column, of which little is read."""
+    def _require_empty_column(self, name: str) -> None:
+        """Raise DataError, which names the row, for the first value in a column; read as little of it as that takes."""
         start = 0
         with pq.ParquetFile(self._path, page_checksum_verification=True, memory_map=True) as file:
             groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
@@ -123,7 +123,7 @@ class ParquetFile:
                 part = group.column(i)
                 if part.path_in_schema.split(".")[0] == name:
                     sizes[part.path_in_schema] += part.total_uncompressed_size
-            # Any part of a structure shows whether there is one; but Arrow reads maps as a whole.
+            # Any part of a struct shows whether a row has one, so read the smallest; but Arrow reads maps as a whole.
             is_map = pa.types.is_map(file.schema_arrow.field(name).type)
             parts = [name] if is_map or not sizes else [min(sizes, key=lambda part: sizes[part])]
             for batch in file.iter_batches(_SEARCHED_ROWS, columns=parts):
@@ -143,7 +143,7 @@ class ParquetFile:
                     raise DataError(f"{self._path} row {row}: {what}; {REPAIR}") from error
 
     def _rows(self, batch: pa.RecordBatch, first: int) -> Sequence[Mapping[str, object]]:
-        """Return a batch's rows, of which `first` is the number of the first one; maps become dictionaries."""
+        """Return a batch's rows, with maps as dictionaries. first: the number of its first row, for messages."""
         try:
             rows: list[dict[str, object]] = batch.to_pylist(maps_as_pydicts=self._maps)
         # Python has no value for a map with one key twice, a time in nanoseconds, a year after 9999 or such.
@@ -163,14 +163,14 @@ class ParquetFile:
 
 
 def _is_narrow(kind: pa.DataType) -> bool:
-    """Return whether a type holds numbers of 16 or 32 bits with a point, at any depth."""
+    """Return whether a type contains float16 or float32, at any depth."""
     inner = [kind.field(i).type for i in range(kind.num_fields)]
     return pa.types.is_float16(kind) or pa.types.is_float32(kind) or any(map(_is_narrow, inner))
 
 
 def _shortest(value: Any, kind: pa.DataType) -> object:
-    """Return a value with each narrow number as the shortest decimal that is stored as it: 0.1, and not 0.0999755859375
-    or 0.10000000149011612.
+    """Return a value with each float16 or float32 as the shortest decimal that rounds to it: 0.1, and neither
+    0.0999755859375 nor 0.10000000149011612.
     """
     if value is None or not _is_narrow(kind):
         return value
@@ -184,9 +184,9 @@ def _shortest(value: Any, kind: pa.DataType) -> object:
 
 
 class JsonlFile:
-    """The JSON objects of a file's lines, some keys only (`present`: the first row's); empty lines are not rows.
+    """The JSON objects in a file's lines, of which only some keys are read; `present` names all keys of the first row.
 
-    Iteration raises DataError for a row with a value of a key of `unread`.
+    Empty lines are not rows. Iteration raises DataError for a row with a value under a key of `unread`.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], unread: Sequence[str] = ()) -> None:
@@ -267,9 +267,9 @@ class RowFiles:
     """The rows of several files, presented as one sequence.
 
     Raises:
-        DataError: a file is missing, is damaged or lacks a column of `required` (`remedy` says what to do), or there
-            are no rows at all. A row has a value in a column of `unread`, or in one that completes one of `columns`,
-            and `columns` does not name it; JSON lines are read in iteration.
+        DataError: a file is missing, is damaged or lacks a column of `required` (`remedy` says what to do); there are
+            no rows at all; or a row has a value in a column that `columns` does not name, and that is one of `unread`
+            or completes one of `columns` (in JSON lines, only iteration notices such values).
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class RowFiles:
         return self._files[which][row]
 
     def __iter__(self) -> Iterator[Mapping[str, object]]:
-        """Yield all rows. Meanwhile the collector leaves out what there was before many, which takes it longest."""
+        """Yield all rows. If they are many, garbage collection meanwhile skips the objects that existed before."""
         freezes = len(self) >= _FEW_ROWS and gc.get_freeze_count() == 0
         if freezes:
             gc.freeze()

@@ -27,7 +27,7 @@ def print_security(run_dir: Path | None, require_plain_data: Callable[[Path], No
 
     The arguments are those of `check_security`.
     """
-    # It needs packages, and the diagnosis has to work without any.
+    # This module needs packages, and `print_diagnosis` has to work without any.
     from megarl.doctor.security import check_security
 
     findings = list(check_security(run_dir, require_plain_data))

@@ -20,7 +20,7 @@ from megarl.environments.endpoint import chat_server
 from megarl.errors import ConfigError
 from megarl.registry import Registry
 
-# Where sandboxes have what is the sample's own.
+# Where sandboxed programs see the sample's directories.
 WORKSPACE, HOME = "/workspace", "/home/agent"
 _WRITE = """top=$(pwd -P); mkdir -p -- "$(dirname -- "$1")" && cd -- "$(dirname -- "$1")" || exit
 name=$(basename -- "$1")
@@ -51,7 +51,7 @@ class WorkSandbox(Protocol):
     async def run(
         self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
     ) -> Ended:
-        """Run a program in the workspace that reads `stdin` and may reach the endpoint at `url`; end all it started."""
+        """Run a program in the workspace, with `stdin` and access to the endpoint at `url`; end all that it started."""
 
     async def read(self, path: str) -> str:
         """Return the text of a file. Raises FileNotFoundError."""
@@ -60,10 +60,10 @@ class WorkSandbox(Protocol):
         """Write a file of the workspace, and the directories that it needs."""
 
     async def fork(self) -> Self:
-        """Return a sandbox that begins with the files of this one, which changes no more than it does."""
+        """Return a sandbox with copies of this one's files. Neither sees what the other changes later."""
 
     async def stop(self) -> None:
-        """End it, and remove its files."""
+        """End the sandbox, and remove its files."""
 
 
 SANDBOXES: Registry[Callable[..., WorkSandbox]] = Registry("sandbox", key=f"{KEY}.sandbox")
@@ -232,7 +232,7 @@ class ApptainerSandbox(_Image):
 
 @SANDBOXES.register("docker")
 class DockerSandbox(_Image):
-    """A container of Docker for each program, which is removed with all that it wrote elsewhere than to its files."""
+    """A Docker container for each program, removed afterwards with everything outside of the sample's directories."""
 
     trial = ("docker", "info", "--format", "{{.ServerVersion}}")
     remedy = "start Docker's daemon, and give this user the right to use it"
@@ -243,7 +243,7 @@ class DockerSandbox(_Image):
         name = f"megarl-{secrets.token_hex(8)}"
         passed = {key: value for key, value in variables.items() if key not in ("PATH", "HOME")}
         words = ["docker", "run", "--rm", "--interactive", "--init", "--name", name]
-        # With the host's network, where the endpoint is, or with none.
+        # The endpoint is on the host's network; programs that do not call it get none.
         words += ["--network", "host" if url else "none", "--user", f"{os.getuid()}:{os.getgid()}"]
         words += [word for pair in self._binds() for word in ("--volume", ":".join(pair))]
         words += ["--workdir", WORKSPACE, "--env", f"HOME={HOME}"]
@@ -251,7 +251,7 @@ class DockerSandbox(_Image):
         try:
             return await run_program([*words, self._image, *command], stdin, _plain() | passed)
         finally:
-            # The end of its client does not end a container.
+            # A container outlives its client.
             await asyncio.shield(run_program(["docker", "rm", "--force", name], "", _plain()))
 
 

@@ -20,8 +20,8 @@ warnings: list[str] = []
 _loses = False
 
 
-def name_anything() -> None:
-    """Start this command again in Python's UTF-8 mode if the locale's encoding has no name for some files.
+def use_utf8_mode() -> None:
+    """Start this command again in Python's UTF-8 mode if the locale's encoding cannot spell some file names.
 
     Its streams keep their encodings, and processes that it starts have the same mode.
     """
@@ -31,7 +31,7 @@ def name_anything() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8=1", *sys.orig_argv[1:]])
 
 
-def write_anything() -> None:
+def escape_unencodable() -> None:
     r"""Make this process's output, and that of all Python processes that it starts, escape what cannot be encoded.
 
     In ASCII, as `PYTHONIOENCODING=ascii` or the locale C ask for, `2×3` is written as `2\xd73`. An error that

@@ -27,7 +27,7 @@ def add_slurm(
     actions = slurm.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="inside a job: Ray on every host, then a megarl command (see slurm/*.sbatch)")
     run.add_argument("--max-restarts", type=int, default=3, help="after failures, from the last checkpoint")
-    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="-- eval or any training")
+    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="after --: eval, or any training")
     run.set_defaults(run=functools.partial(_run, parse))
     submit = actions.add_parser("submit", help="check a run file against the nodes it is to use, and submit it")
     submit.add_argument("--config", type=Path, required=True, help="a run file")

@@ -17,7 +17,7 @@ from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.listeners import LOOPBACK
 from megarl.host.ray_environment import RAY_ENVIRONMENT, TOKEN_VARIABLE, health_checks, keep_worker_logs
 from megarl.host.sharing import adopt_umask
-from megarl.host.streams import name_anything, print_lines, write_anything
+from megarl.host.streams import escape_unencodable, print_lines, use_utf8_mode
 from megarl.host.temp_dir import RAY_DIRECTORY, local_caches
 from megarl.launch.allocation import address_towards, free_ports, interface_of
 
@@ -27,8 +27,8 @@ HURRY_S = 1.0
 
 def main() -> None:
     """Start Ray, wait until it ends or SIGTERM comes, and clean up. The exit code is 0 only after SIGTERM."""
-    name_anything()
-    write_anything()
+    use_utf8_mode()
+    escape_unencodable()
     adopt_umask()
     parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
     parser.add_argument("--run-id", required=True)

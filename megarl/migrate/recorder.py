@@ -17,9 +17,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# The numbers for unset variables and for outputs; options in which they have a part come out differently by each.
+# In each run, the first numbers for unset variables and for outputs; options that depend on them differ between runs.
 _NUMBERS = {"first": (41000, 70000), "second": (3, 5)}
-# How long what runs in the background may take beyond the script.
+# How long background processes may go on after the script.
 _BACKGROUND_S = 1.0
 _ERROR = re.compile(
     r"(?:line \d+|bash): (?P<what>.+): (?P<why>No such file or directory|unbound variable)$", re.MULTILINE
@@ -56,11 +56,11 @@ def watched(text: str) -> str:
 
 
 class Recorder:
-    """The runs of one script. The request: see `answer`."""
+    """A recorder of the runs of one script, of which the `request` is that of `answer`."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request = request
-        self.ends = time.monotonic() + request["seconds"]
+        self.deadline = time.monotonic() + request["seconds"]
         self.runs = 0
         self.folder = tempfile.mkdtemp()
         texts = [*request["files"].values(), *request["given"]]
@@ -89,10 +89,10 @@ class Recorder:
                 with open(path, "w", encoding="utf-8") as file:
                     file.write(text)
         except OSError:
-            return  # below a read-only place: the script's own error says so
+            return  # in a read-only directory: the script's own error says so
 
     def run(self, numbers: str, flips: tuple[str, ...]) -> dict[str, Any]:
-        """Run the script once and return its events, its status and the errors."""
+        """Run the script once, with `_NUMBERS` of that name and the outcomes of the places in `flips` reversed."""
         self.runs += 1
         if self.runs > self.request["max_runs"]:
             raise TimeoutError(f"it can go more than {self.request['max_runs'] // 2} ways")
@@ -113,7 +113,7 @@ class Recorder:
         }
         if self.request["may_write"]:
             os.makedirs(self.request["directory"], exist_ok=True)
-        # Whatever the script leaves in the background holds the one end.
+        # Background processes of the script keep `held` open; the poll waits for them.
         alive, held = os.pipe()
         with open(os.path.join(events, "stderr"), "wb+") as errors:
             process = subprocess.Popen(
@@ -128,7 +128,7 @@ class Recorder:
             )
             os.close(held)
             try:
-                status = process.wait(max(self.ends - time.monotonic(), 0.1))
+                status = process.wait(max(self.deadline - time.monotonic(), 0.1))
                 still = select.poll()
                 still.register(alive, select.POLLIN)
                 still.poll(1000 * _BACKGROUND_S)
@@ -140,13 +140,13 @@ class Recorder:
                 process.wait()
                 os.close(alive)
             errors.seek(0)
-            told = errors.read(1 << 16).decode(errors="replace")
-        told_events = self._events(events)
+            stderr = errors.read(1 << 16).decode(errors="replace")
+        found = self._events(events)
         shutil.rmtree(events)
-        return {"numbers": numbers, "flips": flips, "status": status, "stderr": told, "events": told_events}
+        return {"numbers": numbers, "flips": flips, "status": status, "stderr": stderr, "events": found}
 
     def _events(self, folder: str) -> list[list[str]]:
-        """Return what stubs and conditions said: kind, file, line, key and words of each."""
+        """Return what stubs and conditions reported, each as a list of kind, file, line, key and words."""
         found = []
         for name in sorted((name for name in os.listdir(folder) if name.isdigit()), key=int):
             with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
@@ -175,7 +175,7 @@ class Recorder:
         return {"executions": executions, "places": known}
 
     def _wanted(self, pair: list[dict[str, Any]]) -> list[str]:
-        """Return the names and paths that the script asked for and nobody has told of yet."""
+        """Return the variables and paths that the script missed in the first run and the request does not give."""
         asked = {"unbound variable": dict[str, None](), "No such file or directory": dict[str, None]()}
         for match in _ERROR.finditer(pair[0]["stderr"]):
             asked[match["why"]][match["what"]] = None

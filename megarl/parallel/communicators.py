@@ -1,7 +1,7 @@
 """Free NCCL's device memory while the trainer is offloaded.
 
 A suspended communicator keeps its connections, and its members its address; only its buffers are freed. All members
-suspend and resume it together, and nobody may use it between.
+suspend and resume it together, and nobody may use it in between.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Communicators:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within this context, the communicators can be used; afterwards they are as before."""
+        """Resume the communicators for a context that uses them; after it, unless it raised, they are as before."""
         was_suspended = bool(self._suspended)
         self.resume()
         yield

@@ -151,9 +151,9 @@ def embed_pack(
 
 
 def add_features_after(layers: Sequence[torch.nn.Module], count: int) -> None:
-    """Let each of the first layers add its features to what it computes, also when that is computed again.
+    """Let each of the first `count` layers add its image features to its output, in recomputation too.
 
-    Raises ConfigError if there are fewer.
+    Raises ConfigError if there are fewer layers.
     """
     if count > len(layers):
         raise ConfigError(

@@ -39,7 +39,7 @@ CUTS = (FinishReason.LENGTH, FinishReason.REPETITION)
 class WorkerLostError(Exception):
     """The worker of a conversation died while it owed a reply.
 
-    is_blameless: it was lost with its node, which no conversation can have caused.
+    is_blameless: the worker was lost with its node, which no conversation can have caused.
     """
 
     def __init__(self, is_blameless: bool = False) -> None:
@@ -49,7 +49,7 @@ class WorkerLostError(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Conversation:
-    """A conversation at an environment worker. reply: the latest that the worker owes or gave. is_lost: it has died."""
+    """A conversation at an environment worker. reply: the latest it gave or still owes. is_lost: the worker died."""
 
     key: int
     worker: int
@@ -133,7 +133,7 @@ def started(sample: Sample, reply: EpisodeReply) -> Sample:
     if reply.failure:
         return sample
     has_turns = any(segment.source is SegmentSource.POLICY for segment in sample.segments)
-    # Tokens that the policy wrote after another prompt belong to that.
+    # Tokens that the policy wrote after another prompt belong to that prompt.
     is_other = bool(reply.token_ids) and (
         list(reply.token_ids) != sample.prompt_token_ids.tolist()
         or first_other(reply.images, sample.segments[0].images) is not None
@@ -164,7 +164,7 @@ def turn_ended(sample: Sample, *, trains: bool = True) -> Sample:
 
 
 def untrained(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Return segments of which the last turn has no loss token; a turn that was interrupted has several."""
+    """Return segments without loss tokens in the last turn, to which several segments belong if it was interrupted."""
     first = len(segments)
     while segments[first - 1].source is SegmentSource.POLICY:
         first -= 1
@@ -191,7 +191,7 @@ def replied(sample: Sample, reply: EpisodeReply, plan: SamplingPlan, limits: Env
     if named is not None and (named != awaiting[-1] or len(awaiting) > 1):
         follows = with_facts(follows, tries=(*episode.tries, Tries(episode.num_turns, 1, named)))
     if min(limits_at_once(follows, reply, plan, limits)) < 1:
-        # Without room for a turn, a reply would only be read by nobody.
+        # Without room for another turn, nobody would read the reply.
         return finished(sample, FinishReason.LENGTH)
     return follows
 
@@ -211,7 +211,7 @@ def _rewarded(sample: Sample, rewards: Mapping[int, float]) -> Sample:
 def reading(sample: Sample, reply: EpisodeReply) -> Sample:
     """Return the sample with what the policy reads next after its last token, or on a branch of its own.
 
-    A reply that is a whole context follows the longest path of the sample that begins it.
+    A reply that is a whole context goes on from the longest path of the sample that is a prefix of it.
     """
     known, token_ids = sample.token_ids, np.asarray(reply.token_ids, dtype=np.int32)
     after, observed, images = len(known) - 1, np.zeros(len(token_ids), dtype=np.bool_), reply.images
@@ -237,7 +237,7 @@ def reading(sample: Sample, reply: EpisodeReply) -> Sample:
 
 
 def after_worker_died(sample: Sample) -> Sample:
-    """Return the sample after its worker died; after the second time it failed, as it may be what kills workers."""
+    """Return the sample after its worker died. A second death ends it as failed, since it may be what kills workers."""
     if episode_of(sample).num_restarts:
         reason = "workers died twice while this conversation's environment worked"
         return finished(with_facts(sample, failure="died", reason=reason), FinishReason.FAILED)
@@ -329,7 +329,7 @@ def turns_of(sample: Sample) -> list[range]:
 
 
 def _noted(sample: Sample, reply: EpisodeReply) -> Sample:
-    """Return the sample with the time that a reply took; if it is a failure, the sample has ended with it."""
+    """Return the sample with the time that a reply took; a reply that is a failure ends the sample."""
     sample = with_facts(sample, seconds=episode_of(sample).seconds + reply.seconds)
     if reply.failure:
         return finished(with_facts(sample, failure=reply.failure, reason=reply.reason), FinishReason.FAILED)

@@ -93,8 +93,8 @@ class EngineFinding:
         return said
 
 
-def weights_in_words(held: Sequence[Mapping[str, int]], sent: Sequence[Mapping[str, int]]) -> str:
-    """Say which weights of an engine's workers changed when they were sent again, from digests of before and after."""
+def changed_weights(held: Sequence[Mapping[str, int]], sent: Sequence[Mapping[str, int]]) -> str:
+    """Say which of an engine's weights changed when sent again; held, sent: each worker's digests before and after."""
     names = [
         f"{name} of worker {worker}"
         for worker, (before, after) in enumerate(zip(held, sent, strict=True))
@@ -227,7 +227,7 @@ class Canary:
                 held = self.engines.ask_each(held_digests, doing="reading weights of engines")
                 self.resend(version)
                 sent = self.engines.ask_each(held_digests, doing="reading weights of engines")
-                said += [f"engine {i}: {weights_in_words(held[i], sent[i])}" for i in wrong if i in held and i in sent]
+                said += [f"engine {i}: {changed_weights(held[i], sent[i])}" for i in wrong if i in held and i in sent]
             except (WeightSyncError, WorkerError) as error:
                 said.append(f"sending the weights again failed: {error}")
         engines = {

@@ -175,7 +175,7 @@ BLOCK_TOKENS = 1 << 16
 
 
 def length_blocks(lengths: Sequence[int], num_tokens: int = BLOCK_TOKENS) -> list[list[int]]:
-    """Split rows, by index, into blocks of similar lengths that have about `num_tokens` tokens each when padded.
+    """Split rows, by index, into blocks of similar lengths: of one row, or at most `num_tokens` tokens when padded.
 
     >>> length_blocks([3, 1, 3, 1], num_tokens=4)
     [[1, 3], [0], [2]]

@@ -7,8 +7,8 @@ from megarl.types.samples import Prompt, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedSample:
-    """A finished sample in the form that judges read; the text `response` has no special tokens. Each is a key of its
-    own.
+    """A finished sample in the form that judges read; `response` has no special tokens. Each is equal only to itself,
+    and so can be a dictionary's key.
     """
 
     prompt: Prompt
@@ -27,8 +27,8 @@ class Trouble:
     """A sample that a judge could not judge, or in which it found no answer.
 
     outcome: `parse_failed` (no answer was found), `timed_out`, `crashed`, `failed` (an exception), `abstained` (no
-    function has an opinion), `unanswered` (no service or model gave a verdict) or `unread` (a model wrote
-    none). reason: why, in one line. output: what the judge printed or wrote.
+    function has an opinion), `unanswered` (no service or model replied) or `unread` (a model's reply has
+    no verdict). reason: why, in one line. output: what the judge printed or wrote.
     """
 
     item: FinishedSample

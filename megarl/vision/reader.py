@@ -26,7 +26,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 def open_image(image: bytes, max_pixels: int | None = None) -> "Image":
     """Decode an image as transformers and vLLM do, upright as its file says.
 
-    Raises ConfigError if it is none, is damaged, or has more pixels than allowed, before these take memory.
+    Raises ConfigError for bytes that are no image or a damaged one, and for too many pixels, before these take memory.
     """
     from PIL import Image, ImageOps
 
@@ -73,17 +73,17 @@ class ImageInputs:
 
 
 class ImageReader:
-    """Reads the images of a store for a model, and keeps those that were read last."""
+    """A reader of a store's images for a model, which caches those that were read last."""
 
     def __init__(self, model: Path, store: ImageStore) -> None:
-        self._model = model
+        self._model, self.store = model, store
         self._kept = OrderedDict[str, ImageInputs]()
-        self.store, self._measured = store, dict[tuple[int, int], ImageInputs]()
+        self._measured = dict[tuple[int, int], ImageInputs]()
         self._loaded: Any = None
 
     @property
     def processor(self) -> Any:
-        """Return the model's processor, of transformers' class, which this process must not have imported before."""
+        """Return the model's processor. This process must not have imported transformers before torchvision."""
         if self._loaded is None:
             import_torchvision()
             from transformers import AutoProcessor
@@ -98,7 +98,7 @@ class ImageReader:
         return self._loaded
 
     def read(self, digest: str) -> ImageInputs:
-        """Return what the model reads of an image. Raise ConfigError if its bytes are no image."""
+        """Return what the model reads of the image with this digest. Raise ConfigError if its bytes are no image."""
         inputs = self._kept.pop(digest, None) or self._process(digest)
         self._kept[digest] = inputs
         size = sum(each.num_bytes for each in self._kept.values())
@@ -107,9 +107,9 @@ class ImageReader:
         return inputs
 
     def measure(self, size: tuple[int, int]) -> ImageInputs:
-        """Return what the model reads of an image of this width and height, without tensors: tokens depend on no more.
+        """Return what the model reads of any image of this width and height, without tensors.
 
-        Ranks and engines compare these with those of the image itself.
+        The tokens depend on the size alone. Ranks and engines compare them with those of the image itself.
         """
         if size not in self._measured:
             from PIL import Image
@@ -127,10 +127,10 @@ class ImageReader:
         import torch
 
         processor = self.processor
-        # Alone, an image processor knows not all of what the whole one does, such as Pixtral's sizes of patches.
+        # The image processor alone lacks settings of the whole one, such as Pixtral's sizes of patches.
         made = processor(text=[processor.image_token], images=[image], add_special_tokens=False, return_tensors="pt")
         (token_ids,) = made["input_ids"].tolist()
-        # A processor's own mark may stand for what it writes around them.
+        # Not the processor's `image_token_id`, which may be that of a token written around the features.
         config = read_object(self._model / "config.json", remedy=MODEL_REMEDY, error=ConfigError)
         feature_id = config.get("image_token_id", config.get("image_token_index"))
         names = processor.image_processor.model_input_names

@@ -14,6 +14,7 @@ from megarl.weights.tables import Family, Layers
 class Experts:
     """A model's experts: their number, how many each token is routed to, their width, and the layers that have them.
 
+    shared_ffn: width of all shared experts together. routing: how groups of experts limit it; None: there are none.
     normalized: whether a token's routing weights are normalised to sum 1; else they are the router's probabilities.
     gates_shared: whether the output of the shared experts is multiplied by a sigmoid of a projection.
     """

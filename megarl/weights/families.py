@@ -246,7 +246,7 @@ def find_family(architectures: object, language: object = None) -> Family:
 
 
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
-    """Read a model directory's config.json. Errors name `key`, the configuration key that gave the directory."""
+    """Read a model directory's config.json. Raises ConfigError; it names the setting `key` if the file is missing."""
     file = directory / "config.json"
     if (adapters := directory / "adapter_config.json").is_file() and not file.exists():
         raise ConfigError(

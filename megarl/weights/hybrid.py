@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megarl.weights.blocks import FRAME, OUTPUT_HEAD
+from megarl.weights.blocks import FRAME
 from megarl.weights.rules import Layers, Partition, WeightRule, weight_rule
 
 _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -75,25 +75,3 @@ BY_PART_DECODER = _hybrid_decoder(
     (f"{_DELTA}in_proj_b.weight", "delta_value_heads hidden"),
     (f"{_DELTA}in_proj_a.weight", "delta_value_heads hidden"),
 )
-
-
-def within(prefix: str, weights: tuple[WeightRule, ...], *, head: str = OUTPUT_HEAD) -> tuple[WeightRule, ...]:
-    """Return the rules of a decoder that is part of a larger model, whose tensors of it begin with `prefix` in the
-    place of "model.". head: its output embedding.
-    """
-
-    def renamed(name: str) -> str:
-        name = head if name == OUTPUT_HEAD else name
-        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
-
-    return tuple(
-        replace(
-            rule,
-            tensors=tuple(
-                replace(tensor, name=renamed(tensor.name), of_expert=tensor.of_expert and renamed(tensor.of_expert))
-                for tensor in rule.tensors
-            ),
-            tied_to=rule.tied_to and renamed(rule.tied_to),
-        )
-        for rule in weights
-    )

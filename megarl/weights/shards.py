@@ -71,7 +71,7 @@ def num_trained_parameters(
     scalar_head: bool = False,
     lora: LoraConfig | None = None,
 ) -> NumParameters:
-    """Count the parameters that are trained on each rank of a pipeline stage: all, or those of adapters."""
+    """Count the parameters that each rank of a pipeline stage trains: adapters, or all but a tower's frozen ones."""
     if lora is not None:
         spec = adapter_spec(spec, lora)
     elif spec.tower is not None:

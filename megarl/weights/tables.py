@@ -12,7 +12,6 @@ from typing import Any
 
 from megarl.registry import RegistrationError, Registry
 from megarl.weights.blocks import OUTPUT_HEAD, VALUE_HEAD
-from megarl.weights.hybrid import within
 from megarl.weights.rules import Family, HFTensor, Layers, Partition, WeightRule
 
 __all__ = [
@@ -39,7 +38,7 @@ FAMILIES: Registry[Family] = Registry("model family", key="config.json: architec
 
 
 def register_family(family: Family) -> Family:
-    """Register a family under its name; it is that of the models whose config.json names one of its architectures."""
+    """Register a family, to which models belong whose config.json names one of its architectures."""
     for other in FAMILIES.entries().values():
         if (both := set(family.architectures) & set(other.architectures)) and family.language == other.language:
             raise RegistrationError(
@@ -62,20 +61,40 @@ def register_multimodal(
 ) -> Family:
     """Register the family of a published model that has one of the family `text` as its language model.
 
-    Its tensors begin with `prefix` in the place of "model.", those of its tower as `vision` says (see `Family`). head:
-    its output embedding. defaults: for keys that published files leave out there. options: what else differs from
-    `text`.
+    The tensors of its decoder begin with `prefix` instead of "model.", those of its tower as `vision` says (see
+    `Family`). head: the name of its output embedding. defaults: values of keys that published files leave out. options:
+    other fields that differ from those of `text`.
     """
     return register_family(
         replace(
             text,
             name=name,
             architectures=(architecture,),
-            weights=within(prefix, text.weights, head=head),
+            weights=_with_prefix(text.weights, prefix, head=head),
             section="text_config",
             untrained=(*vision, *text.untrained),
             vision=dict(vision),
             defaults={**text.defaults, **defaults},
             **options,
         )
+    )
+
+
+def _with_prefix(weights: tuple[WeightRule, ...], prefix: str, *, head: str) -> tuple[WeightRule, ...]:
+    """Return rules whose tensors begin with `prefix` instead of "model.", and whose output embedding is `head`."""
+
+    def renamed(name: str) -> str:
+        name = head if name == OUTPUT_HEAD else name
+        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    return tuple(
+        replace(
+            rule,
+            tensors=tuple(
+                replace(tensor, name=renamed(tensor.name), of_expert=tensor.of_expert and renamed(tensor.of_expert))
+                for tensor in rule.tensors
+            ),
+            tied_to=rule.tied_to and renamed(rule.tied_to),
+        )
+        for rule in weights
     )

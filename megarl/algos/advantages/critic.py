@@ -116,6 +116,8 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 def value_metrics(values: Tensor, returns: Tensor, loss_mask: Tensor) -> dict[str, float]:
     """Compute critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5).
 
+    values V, returns R: [B, T], of which loss tokens count. One of them alone has no vf_explained_var.
+
     >>> metrics = value_metrics(tensor([[1.0, 2.0]]), tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
     >>> round(metrics["critic/vf_explained_var"], 2)
     0.75

@@ -102,7 +102,7 @@ def inputs_from_batch(batch: ScoredBatch, advantages: Tensor, cfg: CpoConfig, *,
     excluded = batch.quantities.get(EXCLUDED)
     if cfg.difficulty == "data":
         values = batch.quantity(DIFFICULTY)
-        # A row without loss tokens has a difficulty, too.
+        # All tokens of a row carry its difficulty, so that rows without loss tokens have one, too.
         difficulty = values[:, :1].sum(-1).sign().long()
     else:
         difficulty = group_difficulty(batch.uids, batch.correct, batch.rewards, cfg)

@@ -30,13 +30,12 @@ _ONLY_SFT = ("sft_coef", "sft_tokens")
 class DemonstrationConfig:
     """Choose which samples of a prompt start with a prefix of the prompt's demonstration, and the prefix's length."""
 
-    # none | random | linear | linear_max | reverse_linear | fixed | linear_variance; see docs/algorithms.md.
+    # none | random | linear | linear_max | reverse_linear | fixed | linear_variance; see docs/algorithms/luffy.md.
     strategy: str = "none"
     # Who writes demonstrations. data: the column data.target_key; teacher: the prompt's teacher, when the prompt is
     # sampled.
     source: Literal["data", "teacher"] = "data"
-    # Number of samples of a group, counted from the first, that start with a prefix of the demonstration; -1:
-    # all.
+    # Number of samples of a group, counted from the first, that start with a prefix of the demonstration; -1: all.
     num_prefixed: int = setting(-1, Range(expected=">= 0, or -1 for all", at_least=0, also=-1))
     shared: bool = False  # Use the same ratio for all prefixed samples of a prompt.
     min_ratio: float = setting(0.0, FRACTION)  # Smallest fraction of the demonstration that a prefix has.
@@ -84,7 +83,7 @@ class OffPolicyConfig:
     # luffy: −A·f(π) without an old policy; sft: imitation of rows with a prefix; none: the same loss as on other
     # tokens.
     loss: Literal["none", "luffy", "sft"] = "none"
-    reshape: str = "p_div_p_0.5"  # f on demonstration tokens; p_div_p_C takes any number C. See docs/algorithms.md.
+    reshape: str = "p_div_p_0.5"  # f on demonstration tokens; p_div_p_C takes any C > 0. See docs/algorithms/luffy.md.
     reshape_weight: float = setting(0.1, POSITIVE)  # Weight of the logarithm in logp and p_logp.
     reshape_exponent: float = setting(0.5, POSITIVE)  # Exponent of pow.
     on_policy_reshape: str = "no_reshape"  # Function applied to the ratio of all other tokens.

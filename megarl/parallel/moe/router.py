@@ -174,7 +174,7 @@ class PackRouter(TopKRouter):
 
 
 class RoutedExperts(MoELayer):
-    """Megatron's mixture-of-experts layer; where backward computes it again, its router is told the same pack."""
+    """Megatron's mixture-of-experts layer, which backward, if `recomputed`, computes again for the same pack."""
 
     recomputed: bool
 

@@ -1,8 +1,7 @@
 """Let the processes of a weight sync, which share a secret, find each other through a store without passwords on the
 first trainer rank's host.
 
-A value carries a code (HMAC) of the secret. A signal has no value; its code is in its key, so that only who knows the
-secret knows where to write. Waiting for a signal so takes no more round trips than without a secret.
+A value carries a code: an HMAC of its key and itself under the secret.
 """
 
 import hmac
@@ -22,12 +21,12 @@ from megarl.host.device.platform import platform
 from megarl.host.store import connect_store, read_value
 
 _CODE_CHARS = 64
-# How long a value that is known to be there may take.
+# Time limit for reading a value that is known to be there.
 _READ_S = 30.0
 
 
 class SignedStore:
-    """A client of the store at an address, which believes only processes with the same secret.
+    """A client of the store at an address, which accepts only values from processes with the same secret.
 
     Any user who reaches the port of a TCPStore may still delete or overwrite values, which makes readers fail.
     """
@@ -40,7 +39,7 @@ class SignedStore:
         self._store.set(key, self._code(key, value) + value)
 
     def get(self, key: str, timeout_s: float) -> str | None:
-        """Wait until a key is set; return its value, None after `timeout_s`; WeightSyncError if it is forged."""
+        """Wait until a key is set and return its value, or None after `timeout_s`. WeightSyncError for a forged one."""
         if (found := read_value(self._store, key, timeout_s)) is None:
             return None
         text = found.decode(errors="replace")
@@ -59,10 +58,9 @@ class SignedStore:
         except WeightSyncError:
             return False
 
-    def _code(self, key: str, value: str | None = None) -> str:
-        # A key has no zero byte, so that no other key and value, and no signal, have the same text.
-        text = key if value is None else f"{key}\0{value}"
-        return hmac.new(self._secret, text.encode(), "sha256").hexdigest()
+    def _code(self, key: str, value: str) -> str:
+        # A key has no zero byte, so no other key and value have the same text.
+        return hmac.new(self._secret, f"{key}\0{value}".encode(), "sha256").hexdigest()
 
 
 # How often a wait checks whether the transfer was given up.
@@ -75,7 +73,7 @@ Answer = TypeVar("Answer")
 class Rendezvous:
     """The settings for a rendezvous: the store's address, this process's rank among `size`, and the timeout.
 
-    secret: what the processes know each other's messages by, in a store that other users may reach.
+    secret: tells the processes' values from others' in the store, which other users may reach.
     """
 
     address: str
@@ -100,14 +98,14 @@ class Rendezvous:
         return platform().new_group(store, self.rank, self.size, timeout, device)
 
     def _client(self) -> dist.Store:
-        # How many clients there will be is not known.
+        # The number of clients is not known in advance.
         return connect_store(self.address, world_size=-1, timeout_s=self.timeout_s)
 
 
 class DeathWatch:
-    """A thread that aborts a group's operations once the current transfer is given up: who waits in one cannot look.
+    """A thread that aborts a group's operations once the current transfer is given up, as who waits in one cannot.
 
-    transfer: the current one; None between two, when there is nothing to ask the store.
+    transfer: the current one; None between two.
     """
 
     def __init__(self, rendezvous: Rendezvous, group: dist.ProcessGroup) -> None:
@@ -138,7 +136,7 @@ class DeathWatch:
 
 
 def give_up(rendezvous: Rendezvous, transfer: int) -> None:
-    """Mark the weight sync `transfer` as failed, so that no process waits for one that has died."""
+    """Mark the weight sync `transfer` as failed, so that no process waits for another that has died."""
     replace(rendezvous, timeout_s=_CONNECT_S).connect().set(f"{transfer}/given up")
 
 

@@ -10,9 +10,9 @@ import pytest
 # As sys.argv is of a console script: the name of a file, with what the process says about it and about its children.
 PROGRAM = """
 import os, subprocess, sys
-from megarl.host.streams import name_anything, write_anything
-name_anything()
-write_anything()
+from megarl.host.streams import use_utf8_mode, escape_unencodable
+use_utf8_mode()
+escape_unencodable()
 child = "import sys; print('child ×', sys.argv[1].strip('é'), sys.flags.utf8_mode)"
 print("2×3", sys.argv[1], sys.getfilesystemencoding(), flush=True)
 print("half \\ud83d", file=sys.stderr)
@@ -64,7 +64,8 @@ def test_a_name_that_is_no_text_can_be_said(tmp_path: Path) -> None:
 def test_streams_that_are_closed_lead_nowhere(tmp_path: Path) -> None:
     """No file gets their numbers, in which libraries and other processes would print."""
     program = (
-        "import subprocess, sys\nfrom megarl.host.streams import print_lines, write_anything\nwrite_anything()\n"
+        "import subprocess, sys\nfrom megarl.host.streams import escape_unencodable, print_lines\n"
+        "escape_unencodable()\n"
         "print_lines('lost')\nwith open(sys.argv[1], 'w') as file:\n"
         "    subprocess.run([sys.executable, '-c', 'print(1)'], check=True)\n    file.write(str(file.fileno()))\n"
     )

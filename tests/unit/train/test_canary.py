@@ -16,7 +16,7 @@ from megarl.errors import MismatchError, WeightSyncError
 from megarl.rollout.canary import block_tokens, held_digests
 from megarl.rollout.engine import Completion
 from megarl.train import canary as module
-from megarl.train.canary import Canary, EngineFinding, syncs_apart, weights_in_words
+from megarl.train.canary import Canary, EngineFinding, changed_weights, syncs_apart
 from megarl.types import FinishReason, FloatArray, Prompt, Row, VersionSpan
 
 LIMIT = 1e-4
@@ -260,10 +260,10 @@ def test_a_sync_that_fails_again_is_told(run: Run) -> None:
 def test_weights_that_changed_are_named() -> None:
     held, sent = [{"a": 1, "b": 2}, {"a": 1}], [{"a": 1, "b": 3}, {"a": 5}]
     said = "2 of its weights changed when they were sent again: b of worker 0, a of worker 1"
-    assert weights_in_words(held, sent) == said
-    assert weights_in_words(held, held).startswith("none of its weights changed")
+    assert changed_weights(held, sent) == said
+    assert changed_weights(held, held).startswith("none of its weights changed")
     many = [dict.fromkeys("abcde", 0)], [dict.fromkeys("abcde", 1)]
-    assert weights_in_words(*many).endswith("c of worker 0 and 2 more")
+    assert changed_weights(*many).endswith("c of worker 0 and 2 more")
 
 
 def test_what_was_not_asked_before_the_weights_changed_is_not_asked_later(run: Run) -> None:
