@@ -1,6 +1,6 @@
-"""Name the convention or weight by which a tensor would have become what one side told.
+"""Name the convention or weight by which a tensor would have become what one side recorded.
 
-A cause is an operation with another convention: if computing it gives what was told, it is named.
+A cause is an operation with another convention: if computing it gives what was recorded, it is named.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,9 +39,9 @@ def find_cause(departure: Departure) -> Explanation | None:
             return Explanation(name=name, words=words)
     for name, words in weight_causes(departure):
         return Explanation(name=name, words=words)
-    told, expected = departure.told, operation.compute()
+    recorded, expected = departure.recorded, operation.compute()
     for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(told.to(dtype).float(), told) and distance(expected, told) < 0.05:
+        if torch.equal(recorded.to(dtype).float(), recorded) and distance(expected, recorded) < 0.05:
             return Explanation(name="dtype", words=f"it is rounded to {str(dtype).removeprefix('torch.')}")
     return None
 
@@ -61,8 +61,8 @@ def _of_norm(departure: Departure, operation: Norm) -> Alternatives:
     if not operation.wide and operation.x.ndim == 3:
         words = "the norm is over all heads together, this family's over each head"
         yield "norm width", words, replace(operation, x=operation.x.flatten(1), weight=_tiled(operation))
-    x, told = operation.flat.double(), departure.told.reshape(operation.flat.shape).double()
-    strength = (told * x * operation.scale).sum(-1) / (x * operation.scale).square().sum(-1)
+    x, recorded = operation.flat.double(), departure.recorded.reshape(operation.flat.shape).double()
+    strength = (recorded * x * operation.scale).sum(-1) / (x * operation.scale).square().sum(-1)
     eps = float((strength**-2 - x.square().mean(-1)).median())
     if eps > 0:
         words = f"the norm's epsilon is {eps:.2g}, config.json has {operation.eps:.2g}"
@@ -80,8 +80,8 @@ def _of_turn(departure: Departure, operation: Rotation) -> Alternatives:
     for turned in dict.fromkeys((2 * len(expected), size, size // 2, size // 4, 3 * size // 4)):
         for neighbours in (False, True):
             tried = replace(operation, frequencies=torch.ones(turned // 2), neighbours=neighbours)
-            told, x = (tried.pairs(each).to(torch.complex128) for each in (departure.told, operation.x))
-            turns = (told * x.conj()).sum(1)
+            recorded, x = (tried.pairs(each).to(torch.complex128) for each in (departure.recorded, operation.x))
+            turns = (recorded * x.conj()).sum(1)
             steps = (turns[1:] * turns[:-1].conj()).sum(0).angle()
             # Over many positions the angle is known more exactly.
             at = torch.arange(len(turns)).double()[:, None]
@@ -151,15 +151,15 @@ def _of_attention(departure: Departure, operation: Attend) -> Alternatives:
     for scale, text in factors.items():
         words = f"scores are multiplied by {text}, expected {operation.scale:.6g}"
         yield "score scale", words, replace(operation, scale=scale)
-    wrong = ((departure.told - operation.compute()).flatten(1).abs().amax(1) > departure.bound).nonzero()[:, 0]
+    wrong = ((departure.recorded - operation.compute()).flatten(1).abs().amax(1) > departure.bound).nonzero()[:, 0]
     first, heads = int(wrong[0]) if len(wrong) else 0, operation.query.shape[1] // operation.key.shape[1]
     if 0 < first < longest and heads:
         words = f"from position {first} on, tokens read keys or values that are not those of their row"
-        yield "KV cache", words, _Told(departure.told)
+        yield "KV cache", words, _Recorded(departure.recorded)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Recorded:
     """The recorded tensor itself, for causes that are known by what is wrong rather than by another convention."""
 
     value: torch.Tensor
@@ -171,7 +171,7 @@ class _Told:
 def _of_linear(departure: Departure, operation: Linear) -> Alternatives:
     if operation.bias is not None:
         yield "bias", "the bias is left out", replace(operation, bias=None)
-    rest = departure.told.flatten(1) - operation.compute().flatten(1)
+    rest = departure.recorded.flatten(1) - operation.compute().flatten(1)
     if distance(rest.mean(0).expand_as(rest), rest) < 1e-3:
         has = "no bias" if operation.bias is None else "another bias"
         words = f"a constant of up to {float(rest.mean(0).abs().max()):.3g} is added; the model has {has}"
@@ -189,7 +189,7 @@ def _of_gate_up(departure: Departure, operation: GateUp) -> Alternatives:
 def _of_experts(departure: Departure, operation: RoutedMlps) -> Alternatives:
     others = [(name, words, other) for name, words, other in other_weights(departure) if isinstance(other, RoutedMlps)]
     limit = departure.bound * float(operation.compute().abs().max())
-    yield from expert_causes(operation, departure.told, limit, others)
+    yield from expert_causes(operation, departure.recorded, limit, others)
 
 
 def _of_sum(departure: Departure, operation: Add) -> Alternatives:
@@ -205,8 +205,8 @@ def _of_sum(departure: Departure, operation: Add) -> Alternatives:
             "the norm of what is added has w where 1 + w is, or the reverse",
             replace(operation, norm=offset),
         )
-        added = (departure.told - operation.residual) / operation.multiplier
-        inner = replace(departure, operation=replace(operation.norm, x=operation.x), told=added)
+        added = (departure.recorded - operation.residual) / operation.multiplier
+        inner = replace(departure, operation=replace(operation.norm, x=operation.x), recorded=added)
         for name, words, other in _of_norm(inner, replace(operation.norm, x=operation.x)):
             assert isinstance(other, Norm)
             yield name, words, replace(operation, norm=other)
@@ -232,22 +232,22 @@ def _of_head(departure: Departure, operation: LogitsHead) -> Alternatives:
         yield "tied head", words, replace(operation, weight=untied)
     logits = operation.logits / operation.temperature
     chosen = logits.gather(-1, operation.ids[:, None])[:, 0]
-    padding = float(((chosen - departure.told).double().exp() - logits.double().exp().sum(-1)).median())
+    padding = float(((chosen - departure.recorded).double().exp() - logits.double().exp().sum(-1)).median())
     if padding >= 0.5:
         words = f"{padding:.0f} further entries of the vocabulary, whose logits are 0, enter the softmax"
         yield "vocabulary padding", words, replace(operation, padding=round(padding))
-    temperature = _fitted_temperature(operation, departure.told)
+    temperature = _fitted_temperature(operation, departure.recorded)
     words = f"the temperature is {temperature:.4g}, expected {operation.temperature:.4g}"
     yield "temperature", words, replace(operation, temperature=temperature)
 
 
-def _fitted_temperature(operation: LogitsHead, told: torch.Tensor) -> float:
+def _fitted_temperature(operation: LogitsHead, recorded: torch.Tensor) -> float:
     """Return the temperature whose log-probs come closest, by golden-section search between 1/8 and 8."""
     logits, golden = operation.logits, (5**0.5 - 1) / 2
 
     def error(log_t: float) -> float:
         scaled = logits / 2.0**log_t
-        return float((scaled.log_softmax(-1).gather(-1, operation.ids[:, None])[:, 0] - told).square().sum())
+        return float((scaled.log_softmax(-1).gather(-1, operation.ids[:, None])[:, 0] - recorded).square().sum())
 
     low, high = min(
         ((t - 0.25, t + 0.25) for t in torch.arange(-3, 3.01, 0.25).tolist()), key=lambda e: error(sum(e) / 2)

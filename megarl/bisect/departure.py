@@ -16,13 +16,13 @@ class Departure:
 
     place: PassPlace
     operation: LayerOperation
-    told: torch.Tensor
+    recorded: torch.Tensor
     rules: LayerRules
     older: Sequence[LayerRules]
     bound: float
 
     def explained_by(self, value: torch.Tensor) -> bool:
-        return distance(value, self.told) <= self.bound
+        return distance(value, self.recorded) <= self.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Explanation:
     words: str
 
 
-def distance(value: torch.Tensor, told: torch.Tensor) -> float:
+def distance(value: torch.Tensor, recorded: torch.Tensor) -> float:
     """Return the largest difference as a share of the largest element; infinity if a number is not finite."""
-    if value.shape != told.shape:
+    if value.shape != recorded.shape:
         return float("inf")
-    share = float((value - told).abs().max() / value.abs().max().clamp_min(1e-30))
+    share = float((value - recorded).abs().max() / value.abs().max().clamp_min(1e-30))
     return share if share == share else float("inf")

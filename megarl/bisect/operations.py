@@ -220,7 +220,7 @@ class Mlp:
 class RoutedMlps:
     """Σ_e w_e · MLP_e(x) [T, H] over the experts e that the router chose for a token, plus those that all tokens share.
 
-    router: [E, H]. bias: [E], added to scores only to choose. told: what one side computed, which is returned for
+    router: [E, H]. bias: [E], added to scores only to choose. recorded: what one side computed, which is returned for
     tokens that rounding may route to others.
     """
 
@@ -232,7 +232,7 @@ class RoutedMlps:
     shared: Mlp | None
     shared_gate: torch.Tensor | None
     activation: Activation
-    told: torch.Tensor | None
+    recorded: torch.Tensor | None
 
     def route(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weights and numbers of each token's experts, both [T, k], and whether rounding may change them [T]."""
@@ -267,11 +267,11 @@ class RoutedMlps:
             shared = self.shared.compute(self.x, self.activation)
             gate = 1.0 if self.shared_gate is None else F.linear(self.x, self.shared_gate.float()).sigmoid()
             total += gate * shared
-        return total if self.told is None else torch.where(near[:, None], self.told, total)
+        return total if self.recorded is None else torch.where(near[:, None], self.recorded, total)
 
 
 def expert_causes(
-    operation: RoutedMlps, told: torch.Tensor, limit: float, others: Sequence[tuple[str, str, RoutedMlps]]
+    operation: RoutedMlps, recorded: torch.Tensor, limit: float, others: Sequence[tuple[str, str, RoutedMlps]]
 ) -> Iterator[tuple[str, str, RoutedMlps]]:
     """Yield what may be wrong with experts: name, words, and the operation with that.
 
@@ -284,14 +284,14 @@ def expert_causes(
         yield name, f"router, {words}", replace(operation, router=other.router, bias=other.bias)
         yield name, f"all routed experts, {words}", replace(operation, mlps=other.mlps)
         yield name, f"shared experts, {words}", replace(operation, shared=other.shared)
-        yield name, f"router and experts, {words}", replace(other, x=operation.x, told=operation.told)
+        yield name, f"router and experts, {words}", replace(other, x=operation.x, recorded=operation.recorded)
     num = len(operation.mlps)
     for parts in (n for n in _PARTS if num % n == 0):
         turned = [operation.mlps[(i + num // parts) % num] for i in range(num)]
         words = f"each expert has the weights of the one that is {num // parts} further on"
         yield "misplaced weight", words, replace(operation, mlps=turned)
     _, chosen, near = operation.route()
-    wrong = ((told - operation.compute()).abs().amax(-1) > limit) & ~near
+    wrong = ((recorded - operation.compute()).abs().amax(-1) > limit) & ~near
     common = set.intersection(*(set(row) for row in chosen[wrong].tolist())) if wrong.any() else set[int]()
     for expert in sorted(common):
         mlp = operation.mlps[expert]

@@ -20,7 +20,7 @@ from megarl.bisect.operations import (
     Rotation,
     RoutedMlps,
 )
-from megarl.types.passes import PassPlace, Probe, Told, merged
+from megarl.types.passes import PassPlace, Probe, RecordedPass, merged
 from megarl.weights.families import ModelSpec, PlacedRule, read_model_spec
 from megarl.weights.rope import PlainYarnRope, YarnRope
 from megarl.weights.rules import Layers, Partition
@@ -98,23 +98,23 @@ class LayerRules:
     """The rules by which one side's tensors follow from each other. YaRN's factor is in scores, as in the trainer."""
 
     weights: Weights
-    told: Told
+    recorded: RecordedPass
 
     @property
     def spec(self) -> ModelSpec:
         return self.weights.spec
 
     def operation(self, place: PassPlace) -> LayerOperation | None:
-        """Return what computes a tensor; None if it is not known, or needs tensors that were not told."""
+        """Return what computes a tensor; None if it is not known, or needs tensors that were not recorded."""
         make = _OPERATIONS.get(place.stage)
         return None if make is None else make(self, place.layer)
 
     def value(self, stage: Probe, layer: int | None = None) -> torch.Tensor | None:
-        """Return a tensor as it was told, or else as it follows from others; None if it does not."""
-        told = self.told.values.get(PassPlace(stage, layer))
-        if told is None and (operation := self.operation(PassPlace(stage, layer))) is not None:
-            told = operation.compute()
-        return told
+        """Return a tensor as it was recorded, or else as it follows from others; None if it does not."""
+        recorded = self.recorded.values.get(PassPlace(stage, layer))
+        if recorded is None and (operation := self.operation(PassPlace(stage, layer))) is not None:
+            recorded = operation.compute()
+        return recorded
 
     def stream(self, layer: int) -> torch.Tensor | None:
         """Return the residual stream with which a layer begins."""
@@ -135,10 +135,10 @@ def frequencies(spec: ModelSpec, layer: int) -> torch.Tensor:
     return spec.rope_scaling.scale(1.0 / spec.rope_theta**exponents)
 
 
-def merged_told(
+def merged_record(
     spec: ModelSpec, parts: Iterable[Mapping[PassPlace, torch.Tensor]], num_tokens: int, *, scales_turned: bool = False
 ) -> dict[PassPlace, torch.Tensor]:
-    """Put together what ranks told. scales_turned: turned queries and keys have YaRN's factor, as in engines."""
+    """Put together what ranks recorded. scales_turned: turned queries and keys have YaRN's factor, as in engines."""
     values = merged(parts, num_heads=spec.dims.num_heads, num_kv_heads=spec.dims.num_kv_heads, num_tokens=num_tokens)
     if not (scales_turned and isinstance(spec.rope_scaling, PlainYarnRope)):
         return values
@@ -151,7 +151,7 @@ def merged_told(
 
 def _embed(rules: LayerRules, _: int | None) -> LayerOperation | None:
     weight = rules.weights.one(Probe.EMBEDDING)
-    ids = torch.from_numpy(rules.told.token_ids).long()
+    ids = torch.from_numpy(rules.recorded.token_ids).long()
     return None if weight is None else Embed(ids=ids, weight=weight, factor=rules.spec.multipliers.embedding)
 
 
@@ -265,7 +265,7 @@ def _routed(rules: LayerRules, layer: int) -> LayerOperation | None:
         shared=_mlp(rules, layer, "shared_experts."),
         shared_gate=gate,
         activation=family.activation,
-        told=rules.told.values.get(PassPlace(Probe.MLP_OUTPUT, layer)),
+        recorded=rules.recorded.values.get(PassPlace(Probe.MLP_OUTPUT, layer)),
     )
 
 
@@ -292,20 +292,20 @@ def _head(rules: LayerRules, _: int | None) -> LayerOperation | None:
         return None
     return LogitsHead(
         hidden=hidden[:-1],
-        ids=torch.from_numpy(rules.told.token_ids[1:]).long(),
+        ids=torch.from_numpy(rules.recorded.token_ids[1:]).long(),
         weight=weight,
-        temperature=rules.told.temperature,
+        temperature=rules.recorded.temperature,
         cap=rules.spec.logit_cap,
         divisor=rules.spec.multipliers.logits_divisor,
     )
 
 
 def _sampled(rules: LayerRules, _: int | None) -> LayerOperation | None:
-    head, sampled = _head(rules, None), rules.told.values.get(PassPlace(Probe.SAMPLED))
+    head, sampled = _head(rules, None), rules.recorded.values.get(PassPlace(Probe.SAMPLED))
     if sampled is None or not isinstance(head, LogitsHead):
         return None
     n = len(sampled)
-    return replace(head, hidden=head.hidden[-n:], ids=head.ids[-n:], temperature=rules.told.sampled_at)
+    return replace(head, hidden=head.hidden[-n:], ids=head.ids[-n:], temperature=rules.recorded.sampled_at)
 
 
 _OPERATIONS: dict[Probe, Callable[..., LayerOperation | None]] = {

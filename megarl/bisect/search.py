@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megarl.bisect.causes import find_cause
 from megarl.bisect.departure import Departure, Explanation, distance
 from megarl.bisect.rules import LayerRules, Weights
-from megarl.types.passes import PassPlace, Told, places
+from megarl.types.passes import PassPlace, RecordedPass, places
 
 # How far a tensor may be from what follows from those before it, as a share of its largest element.
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float8": 0.15}
@@ -40,28 +40,28 @@ class Discrepancy:
 
 def search(
     weights: Weights,
-    told: Mapping[str, Told],
+    recorded: Mapping[str, RecordedPass],
     *,
     dtypes: Mapping[str, str],
     older: Sequence[Weights] = (),
 ) -> Discrepancy | None:
-    """Return the first difference, or None. told, dtypes: by side. older: earlier versions of the weights."""
-    bounds = {side: BOUNDS[dtypes[side]] for side in told}
+    """Return the first difference, or None. recorded, dtypes: by side. older: earlier versions of the weights."""
+    bounds = {side: BOUNDS[dtypes[side]] for side in recorded}
     for place in places(weights.spec.dims.num_layers):
-        for side in (each for each in (TRAINER, ENGINE) if place in told[each].values):
-            rules = LayerRules(weights=weights, told=told[side])
+        for side in (each for each in (TRAINER, ENGINE) if place in recorded[each].values):
+            rules = LayerRules(weights=weights, recorded=recorded[side])
             if (operation := rules.operation(place)) is None:
                 continue
-            value = told[side].values[place]
+            value = recorded[side].values[place]
             if (size := distance(operation.compute(), value)) <= bounds[side]:
                 continue
-            earlier = [LayerRules(weights=each, told=told[side]) for each in older]
+            earlier = [LayerRules(weights=each, recorded=recorded[side]) for each in older]
             departure = Departure(
-                place=place, operation=operation, told=value, rules=rules, older=earlier, bound=bounds[side]
+                place=place, operation=operation, recorded=value, rules=rules, older=earlier, bound=bounds[side]
             )
             return Discrepancy(place=place, size=size, side=side, cause=find_cause(departure))
-        engine, trainer = (told[side].values.get(place) for side in (ENGINE, TRAINER))
-        same_terms = told[ENGINE].temperature == told[TRAINER].temperature
+        engine, trainer = (recorded[side].values.get(place) for side in (ENGINE, TRAINER))
+        same_terms = recorded[ENGINE].temperature == recorded[TRAINER].temperature
         if engine is not None and trainer is not None and same_terms:
             size = distance(trainer, engine)
             if size > _BETWEEN * max(bounds.values()):

@@ -24,15 +24,15 @@ def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
     if isinstance(departure.operation, LogitsHead):
         yield from _of_head(departure, tensor, others)
         return
-    told, expected = departure.told.flatten(1), departure.operation.compute().flatten(1)
+    recorded, expected = departure.recorded.flatten(1), departure.operation.compute().flatten(1)
     limit = departure.bound * float(expected.abs().max())
     if isinstance(departure.operation, Embed):
-        told, expected = told.T, expected.T
-    wrong = ((told - expected).abs().amax(0) > limit).nonzero()[:, 0]
+        recorded, expected = recorded.T, expected.T
+    wrong = ((recorded - expected).abs().amax(0) > limit).nonzero()[:, 0]
     if not len(wrong):
         return
     what = _span(departure, tensor, wrong)
-    mine = told[:, wrong]
+    mine = recorded[:, wrong]
 
     def fits(value: torch.Tensor) -> bool:
         return bool((value - mine).abs().max() <= limit)
@@ -50,7 +50,7 @@ def weight_causes(departure: Departure) -> Iterator[tuple[str, str]]:
     if isinstance(departure.operation, Linear):
         yield from _of_columns(departure, tensor, departure.operation, others)
     if len(wrong) == 1:
-        yield from _one_element(departure, tensor, int(wrong[0]), (told - expected)[:, int(wrong[0])])
+        yield from _one_element(departure, tensor, int(wrong[0]), (recorded - expected)[:, int(wrong[0])])
 
 
 def other_weights(departure: Departure) -> Iterator[tuple[str, str, LayerOperation]]:

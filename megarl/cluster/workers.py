@@ -93,9 +93,9 @@ class RoleWorkers:
                 merged.setdefault(name, {}).update(arrays)
         return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
 
-    def tell(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
+    def record_pass(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
         """Return the tensors of the actor's pass over a row; the layout has one replica. See `megarl bisect`."""
-        calls = [p.call(RankWorker.tell, row, temperature) for p in self._group(Role.ACTOR).processes]
+        calls = [p.call(RankWorker.record_pass, row, temperature) for p in self._group(Role.ACTOR).processes]
         told: dict[PassPlace, torch.Tensor] = {}
         for part in self._wait(calls, doing="recording a pass"):
             told |= part

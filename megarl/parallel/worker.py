@@ -139,11 +139,11 @@ class RankWorker:
             result = forward_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return result if self.layout.reports else None
 
-    def tell(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
-        """Return the tensors of the actor's pass over a row; see `tell_row`."""
-        from megarl.parallel.telling import tell_row
+    def record_pass(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
+        """Return the tensors of the actor's pass over a row; see `record_row`."""
+        from megarl.parallel.pass_hooks import record_row
 
-        return tell_row(self._role(Role.ACTOR, Part.PARAMS), row, temperature)
+        return record_row(self._role(Role.ACTOR, Part.PARAMS), row, temperature)
 
     def accumulate(
         self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: AccumulateRequest, *, is_last: bool = False

@@ -103,16 +103,16 @@ class WeightReceiver:
             self.bridge_wire.close()
             raise WeightSyncError(f"the transfer ended early: {error}") from error
 
-    def start_telling(self) -> None:
+    def start_recording(self) -> None:
         """Record what the layers compute from now on; see `megarl bisect`."""
-        from megarl.rollout.telling import ModelHooks
+        from megarl.rollout.pass_hooks import ModelHooks
 
         worker: Any = self
         spec = read_model_spec(worker.vllm_config.model_config.model)
         self.model_hooks = ModelHooks(worker.model_runner.model, spec)
 
-    def stop_telling(self) -> bytes:
-        """Return what the layers have computed since `start_telling`, pickled."""
+    def stop_recording(self) -> bytes:
+        """Return what the layers have computed since `start_recording`, pickled."""
         return pickle.dumps(self.model_hooks.close().values())
 
     def reseed(self) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megarl.config.schema import Config
     from megarl.record.checkpoints import Checkpoint
     from megarl.record.metrics import RunPaths
-    from megarl.types.passes import Told
+    from megarl.types.passes import RecordedPass
     from megarl.weights.families import ModelSpec
 
 # Tokens of a row, and how many of them an engine samples, of which keys and values of the first are cached.
@@ -130,23 +130,25 @@ def bisect(arguments: argparse.Namespace) -> "Discrepancy | None":
             older, weights = [weights], Weights.read(Path(directory) / "weights")
         with closing(cluster.supervisor(config, ledger, cluster.weight_sync)) as supervisor:
             supervisor.push(0)
-            told = _told(cluster, config.rollout, weights.spec, ids)
-            return search(weights, told, dtypes=dtypes, older=older)
+            recorded = _recorded_passes(cluster, config.rollout, weights.spec, ids)
+            return search(weights, recorded, dtypes=dtypes, older=older)
 
 
-def _told(cluster: "Cluster", rollout: "RolloutConfig", spec: "ModelSpec", ids: list[int]) -> "dict[str, Told]":
-    """Let an engine sample the end of a row, and return what each side tells of its pass over the whole row."""
+def _recorded_passes(
+    cluster: "Cluster", rollout: "RolloutConfig", spec: "ModelSpec", ids: list[int]
+) -> "dict[str, RecordedPass]":
+    """Let an engine sample the end of a row, and return what each side computes in its pass over the whole row."""
     import numpy as np
     import torch
 
-    from megarl.bisect.rules import merged_told
+    from megarl.bisect.rules import merged_record
     from megarl.bisect.search import ENGINE, TRAINER
     from megarl.cluster.processes import wait_all
     from megarl.config.generation import Sampling
     from megarl.rollout.engine import GenerationRequest, VllmEngine
-    from megarl.rollout.telling import tell_pass
+    from megarl.rollout.pass_hooks import record_pass
     from megarl.types import Row
-    from megarl.types.passes import PassPlace, Probe, Told
+    from megarl.types.passes import PassPlace, Probe, RecordedPass
 
     temperature, timeout_s = rollout.temperature, rollout.timeout_s
     prompt = ids or np.random.default_rng(0).integers(0, spec.dims.vocab, _TOKENS - _SAMPLED).tolist()
@@ -167,10 +169,11 @@ def _told(cluster: "Cluster", rollout: "RolloutConfig", spec: "ModelSpec", ids: 
         num_prompt_tokens=1,
         loss_mask=np.ones(len(token_ids) - 1, dtype=bool),
     )
-    call = engine.call(tell_pass, token_ids.tolist())
+    call = engine.call(record_pass, token_ids.tolist())
     (by_engine,) = wait_all([call], timeout_s=timeout_s, doing="recording a pass")
-    values = merged_told(spec, by_engine, len(token_ids), scales_turned=True) | sampled
+    values = merged_record(spec, by_engine, len(token_ids), scales_turned=True) | sampled
+    by_ranks = cluster.workers.record_pass(row, temperature)
     return {
-        ENGINE: Told(token_ids=token_ids, values=values, sampled_at=temperature),
-        TRAINER: Told(token_ids=token_ids, values=cluster.workers.tell(row, temperature), temperature=temperature),
+        ENGINE: RecordedPass(token_ids=token_ids, values=values, sampled_at=temperature),
+        TRAINER: RecordedPass(token_ids=token_ids, values=by_ranks, temperature=temperature),
     }

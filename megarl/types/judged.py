@@ -7,9 +7,7 @@ from megarl.types.samples import Prompt, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedSample:
-    """A finished sample in the form that judges read; `response` has no special tokens. Each is equal only to itself,
-    and so can be a dictionary's key.
-    """
+    """A finished sample in the form that judges read, without special tokens in `response`. It equals only itself."""
 
     prompt: Prompt
     sample: Sample

@@ -64,8 +64,8 @@ def places(num_layers: int) -> Iterator[PassPlace]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The tensors that one side computed for a row [T]: in float32, by place, each with T first.
+class RecordedPass:
+    """The tensors that one side computed for a row of T tokens: in float32, by place, with T as their first dimension.
 
     temperature: that of its log-probs [T − 1]. sampled: the engine's log-probs of the last tokens when it sampled them,
     at `sampled_at`.
@@ -83,8 +83,8 @@ class PassRecorder:
 
     parts: dict[PassPlace, list[torch.Tensor]] = field(default_factory=dict)
 
-    def tell(self, stage: Probe, layer: int | None, value: torch.Tensor, head_dim: int | None = None) -> None:
-        """Keep a copy of a value [T, …] before anything overwrites it."""
+    def record(self, stage: Probe, layer: int | None, value: torch.Tensor, head_dim: int | None = None) -> None:
+        """Keep a copy of a value [T, …] before anything overwrites it: [T, heads, head_dim] if `head_dim` is given."""
         copy = value.detach().to("cpu", torch.float32, copy=True)
         copy = copy.reshape(len(copy), *((-1, head_dim) if head_dim else copy.shape[1:]))
         self.parts.setdefault(PassPlace(stage, layer), []).append(copy)
@@ -96,7 +96,7 @@ class PassRecorder:
 def merged(
     parts: Iterable[Mapping[PassPlace, torch.Tensor]], *, num_heads: int, num_kv_heads: int, num_tokens: int
 ) -> dict[PassPlace, torch.Tensor]:
-    """Put together what the ranks of a pass told, in their order; each has some of the heads, or of the layers.
+    """Put together what the ranks of a pass recorded, in their order; each has some of the heads, or of the layers.
 
     >>> place = PassPlace(Probe.OUTPUT, 0)
     >>> merged([{place: torch.zeros(3, 4)}], num_heads=1, num_kv_heads=1, num_tokens=2)[place].shape

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.bisect.rules import Weights, merged_told
+from megarl.bisect.rules import Weights, merged_record
 from megarl.bisect.search import ENGINE, TRAINER, Discrepancy, search
 from megarl.config.schema import LayoutConfig
-from megarl.types.passes import Told
+from megarl.types.passes import RecordedPass
 from megarl.weights.families import read_model_spec
 from tests.helpers.faults import FAMILIES, FAULTS, Drawn, draw, faulty_copy
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.told import make_row, tell_ranks, tell_transformers
+from tests.helpers.recorded_passes import make_row, record_ranks, record_transformers
 
 GetPool = Callable[[int], RankPool]
 SEED, NUM_FAULTS, MOST_WRONG = 65, 30, 3
@@ -39,9 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Pa
     return model
 
 
-def told_by_ranks(pool: RankPool, path: Path, tp: int) -> Told:
-    parts = pool.run(tell_ranks, str(path), LAYOUTS[tp], ROW)
-    return Told(token_ids=ROW.token_ids, values=merged_told(read_model_spec(path), parts, ROW.num_tokens))
+def recorded_by_ranks(pool: RankPool, path: Path, tp: int) -> RecordedPass:
+    parts = pool.run(record_ranks, str(path), LAYOUTS[tp], ROW)
+    return RecordedPass(token_ids=ROW.token_ids, values=merged_record(read_model_spec(path), parts, ROW.num_tokens))
 
 
 def find(pool: RankPool, models: Callable[..., Path], drawn: Drawn, target: Path) -> Discrepancy | None:
@@ -49,11 +49,11 @@ def find(pool: RankPool, models: Callable[..., Path], drawn: Drawn, target: Path
     faulty = faulty_copy(model, older, fault, drawn.place, target)
     sides = {side: faulty if side == drawn.side else model for side in (ENGINE, TRAINER)}
     mistaken = None if fault.model is None else partial(_call, fault.model, drawn)
-    told = {
-        ENGINE: tell_transformers(sides[ENGINE], ROW, mistaken=mistaken, **fault.told),
-        TRAINER: told_by_ranks(pool, sides[TRAINER], drawn.tp),
+    recorded = {
+        ENGINE: record_transformers(sides[ENGINE], ROW, mistaken=mistaken, **fault.recorded),
+        TRAINER: recorded_by_ranks(pool, sides[TRAINER], drawn.tp),
     }
-    return search(Weights.read(model), told, dtypes=FLOAT32, older=[Weights.read(older)])
+    return search(Weights.read(model), recorded, dtypes=FLOAT32, older=[Weights.read(older)])
 
 
 def _call(change: Callable[..., None], drawn: Drawn, hf: object) -> None:
@@ -90,8 +90,8 @@ def test_faults_of_the_list_are_named(rank_pool: GetPool, models: Callable[..., 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_nothing_is_named_where_nothing_is_wrong(rank_pool: GetPool, models: Callable[..., Path], tp: int) -> None:
     for family in FAMILIES:
-        told = {
-            ENGINE: tell_transformers(models(family), ROW),
-            TRAINER: told_by_ranks(rank_pool(tp), models(family), tp),
+        recorded = {
+            ENGINE: record_transformers(models(family), ROW),
+            TRAINER: recorded_by_ranks(rank_pool(tp), models(family), tp),
         }
-        assert search(Weights.read(models(family)), told, dtypes=FLOAT32) is None, family
+        assert search(Weights.read(models(family)), recorded, dtypes=FLOAT32) is None, family

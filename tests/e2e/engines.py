@@ -15,8 +15,8 @@ from megarl.config.generation import Sampling
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
 from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.pass_hooks import record_pass
 from megarl.rollout.stepping import EngineWork
-from megarl.rollout.telling import tell_pass
 from megarl.types import FloatArray
 from megarl.types.passes import PassPlace
 from megarl.weights.safetensors_map import map_model
@@ -82,10 +82,10 @@ def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> Non
         engine.receive_over_bridge(0, version=version, with_checksums=False, scales={})
 
 
-def told(_: RankContext, spec: EngineSpec, token_ids: Sequence[int]) -> list[dict[PassPlace, torch.Tensor]]:
-    """What a new engine tells of a sequence for `megarl bisect`."""
+def recorded(_: RankContext, spec: EngineSpec, token_ids: Sequence[int]) -> list[dict[PassPlace, torch.Tensor]]:
+    """What a new engine records of a sequence for `megarl bisect`."""
     with running(spec) as engine:
-        return tell_pass(engine, token_ids)
+        return record_pass(engine, token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

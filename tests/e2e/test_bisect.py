@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.bisect.rules import Weights, merged_told
+from megarl.bisect.rules import Weights, merged_record
 from megarl.bisect.search import ENGINE, TRAINER, search
 from megarl.cluster.roles import engine_spec
 from megarl.config.schema import LayoutConfig
-from megarl.types.passes import Told
+from megarl.types.passes import RecordedPass
 from megarl.weights.families import read_model_spec
 from tests.e2e import engines
 from tests.e2e.support import small_config
@@ -17,7 +17,7 @@ from tests.e2e.test_family_engines import make_engine_model, trained_copy
 from tests.helpers.checkpoints import VOCAB_SIZE
 from tests.helpers.faults import FAULTS, Place, faulty_copy
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.told import make_row, tell_ranks
+from tests.helpers.recorded_passes import make_row, record_ranks
 
 ROW = make_row(40, VOCAB_SIZE)
 FLOAT32 = {ENGINE: "float32", TRAINER: "float32"}
@@ -46,14 +46,14 @@ def test_a_fault_of_the_engine_is_named(
     older = trained_copy(model, tmp_path / "older")
     theirs = model if kind is None else faulty_copy(model, older, FAULTS[kind], AT, tmp_path / "faulty")
     spec = engine_spec(small_config(theirs))
-    parts = rank_pool(1).run(tell_ranks, str(model), LayoutConfig(), ROW)
-    (by_engine,) = engine_process.run(engines.told, spec, ROW.token_ids.tolist())
+    parts = rank_pool(1).run(record_ranks, str(model), LayoutConfig(), ROW)
+    (by_engine,) = engine_process.run(engines.recorded, spec, ROW.token_ids.tolist())
     described = read_model_spec(model)
-    told = {
-        ENGINE: merged_told(described, by_engine, ROW.num_tokens, scales_turned=True),
-        TRAINER: merged_told(described, parts, ROW.num_tokens),
+    recorded = {
+        ENGINE: merged_record(described, by_engine, ROW.num_tokens, scales_turned=True),
+        TRAINER: merged_record(described, parts, ROW.num_tokens),
     }
-    sides = {side: Told(token_ids=ROW.token_ids, values=values) for side, values in told.items()}
+    sides = {side: RecordedPass(token_ids=ROW.token_ids, values=values) for side, values in recorded.items()}
     finding = search(Weights.read(model), sides, dtypes=FLOAT32, older=[Weights.read(older)])
     if kind is None:
         assert finding is None, finding.lines

@@ -36,7 +36,7 @@ class Fault:
     """A kind of fault. names: what it may be called. families: those that have what it spoils.
 
     keys: of config.json, by value. tensors: changes a copy's tensors. model: changes transformers' model, and
-    `told`: an option of `tell_transformers`; then it is the engine's alone.
+    `recorded`: an option of `record_transformers`; then it is the engine's alone.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Fault:
     keys: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     tensors: Callable[[Tensors, Tensors, Place], None] | None = None
     model: Callable[[Any, Place], None] | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def draw(seed: int, count: int) -> list[Drawn]:
         rng.shuffle(kinds)
         for kind in kinds:
             fault = FAULTS[kind]
-            sides = (ENGINE,) if fault.model or fault.told else (ENGINE, TRAINER)
+            sides = (ENGINE,) if fault.model or fault.recorded else (ENGINE, TRAINER)
             place = Place(layer=rng.randrange(NUM_LAYERS), seed=rng.randrange(1000))
             drawn.append(
                 Drawn(
@@ -224,7 +224,7 @@ FAULTS = {
     "norm eps": Fault(names=("norm eps",), keys=lambda c: {"rms_norm_eps": 4 * c["rms_norm_eps"]}),
     "QK norm": Fault(names=("norm absent",), families=("qwen3", "qwen3_moe", "gemma3"), model=_no_qk_norm),
     "bias": Fault(names=("bias",), families=("qwen2",), tensors=_no_bias),
-    "temperature": Fault(names=("temperature",), told={"temperature": 0.7}),
+    "temperature": Fault(names=("temperature",), recorded={"temperature": 0.7}),
     "vocabulary padding": Fault(
         names=("vocabulary padding",), families=("llama", "qwen2", "qwen3", "olmo3"), model=_padded_head
     ),
@@ -245,7 +245,7 @@ FAULTS = {
         names=("window",), families=("gemma2", "gemma3", "olmo3"), keys=lambda _: {"sliding_window": 8}
     ),
     "dtype": Fault(names=("dtype",), model=_rounded),
-    "KV cache": Fault(names=("KV cache",), told={"stale_keys": 16}),
+    "KV cache": Fault(names=("KV cache",), recorded={"stale_keys": 16}),
     "stale weight": Fault(names=("stale weight",), tensors=_stale),
     "stale slice": Fault(names=("stale weight",), tensors=_stale_half),
     "stale norm": Fault(names=("stale weight",), tensors=_stale_norm),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megarl.bisect.rules import Weights
 from megarl.bisect.search import ENGINE, TRAINER, Discrepancy, search
 from tests.helpers.hf_models import VOCAB_SIZE, make_model
-from tests.helpers.told import make_row, tell_transformers
+from tests.helpers.recorded_passes import make_row, record_transformers
 
 ROW = make_row(40, VOCAB_SIZE)
 FLOAT32 = {ENGINE: "float32", TRAINER: "float32"}
@@ -34,8 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pat
 
 def found(models: Callable[[str, int], Path], family: str, faulty: Path | None = None) -> Discrepancy | None:
     model, older = models(family, 0), models(family, 1)
-    told = {ENGINE: tell_transformers(faulty or model, ROW), TRAINER: tell_transformers(model, ROW)}
-    return search(Weights.read(model), told, dtypes=FLOAT32, older=[Weights.read(older)])
+    recorded = {ENGINE: record_transformers(faulty or model, ROW), TRAINER: record_transformers(model, ROW)}
+    return search(Weights.read(model), recorded, dtypes=FLOAT32, older=[Weights.read(older)])
 
 
 @pytest.mark.parametrize(

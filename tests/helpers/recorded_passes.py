@@ -1,4 +1,4 @@
-"""What transformers and ranks of the trainer tell of a row's pass, for `megarl bisect`."""
+"""What transformers and ranks of the trainer record of a row's pass, for `megarl bisect`."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from megarl.bisect.rules import merged_told
+from megarl.bisect.rules import merged_record
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
-from megarl.types.passes import PassPlace, PassRecorder, Probe, Told
+from megarl.types.passes import PassPlace, PassRecorder, Probe, RecordedPass
 from megarl.weights.families import ModelSpec, read_model_spec
 from tests.helpers.family_parity import load_transformers
 from tests.helpers.rank_pool import RankContext
@@ -29,28 +29,28 @@ def make_row(num_tokens: int, vocab: int, seed: int = 0) -> Row:
     )
 
 
-def tell_ranks(
+def record_ranks(
     context: RankContext, path: str, layout: LayoutConfig, row: Row, temperature: float = 1.0
 ) -> dict[PassPlace, torch.Tensor]:
-    """What the trainer's ranks tell; each stage's first rank has its part."""
+    """What the trainer's ranks record; each stage's first rank has its part."""
     worker = load_worker(context, ActorConfig(layout=layout), ModelConfig(path=path, dtype="float32", vocab_multiple=4))
-    return worker.tell(row, temperature)
+    return worker.record_pass(row, temperature)
 
 
 @torch.no_grad()
-def tell_transformers(
+def record_transformers(
     path: Path,
     row: Row,
     *,
     mistaken: Callable[[PreTrainedModel], None] | None = None,
     temperature: float = 1.0,
     stale_keys: int = 0,
-) -> Told:
-    """What transformers tells, in the engine's place, after `mistaken` has changed its model.
+) -> RecordedPass:
+    """What transformers records, in the engine's place, after `mistaken` has changed its model.
 
     stale_keys: later tokens see other keys than their own in the place of so many first ones, as in a stale cache.
     """
-    spec, hf, teller = read_model_spec(path), load_transformers(path), PassRecorder()
+    spec, hf, recorder = read_model_spec(path), load_transformers(path), PassRecorder()
     if mistaken is not None:
         mistaken(hf)
     base = getattr(hf.model, "language_model", hf.model)
@@ -59,19 +59,21 @@ def tell_transformers(
         current = [0]
         embedded: list[torch.Tensor] = []
         for number, layer in enumerate(base.layers):
-            _tell_layer(stack, teller, number, layer, spec, current, embedded)
-        stack.enter_context(_functions(hf, teller, current, spec, stale_keys))
-        stack.enter_context(base.norm.register_forward_hook(lambda m, a, y: teller.tell(Probe.FINAL_NORM, None, y[0])))
+            _record_layer(stack, recorder, number, layer, spec, current, embedded)
+        stack.enter_context(_functions(hf, recorder, current, spec, stale_keys))
+        stack.enter_context(
+            base.norm.register_forward_hook(lambda m, a, y: recorder.record(Probe.FINAL_NORM, None, y[0]))
+        )
         logits = hf(ids).logits[0].float() / temperature
     logprobs = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    teller.tell(Probe.LOGPROBS, None, logprobs)
-    values = merged_told(spec, [teller.values()], row.num_tokens, scales_turned=True)
-    return Told(token_ids=row.token_ids, values=values)
+    recorder.record(Probe.LOGPROBS, None, logprobs)
+    values = merged_record(spec, [recorder.values()], row.num_tokens, scales_turned=True)
+    return RecordedPass(token_ids=row.token_ids, values=values)
 
 
-def _tell_layer(
+def _record_layer(
     stack: ExitStack,
-    teller: PassRecorder,
+    recorder: PassRecorder,
     number: int,
     layer: Any,
     spec: ModelSpec,
@@ -87,22 +89,24 @@ def _tell_layer(
     def begin(_: object, arguments: Any, named: dict[str, Any]) -> None:
         current[0] = number
         if number == 0:
-            teller.tell(Probe.EMBEDDING, None, first(arguments, named))
+            recorder.record(Probe.EMBEDDING, None, first(arguments, named))
 
     def before(module: Any, stage: Probe) -> None:
         stack.enter_context(
-            module.register_forward_pre_hook(lambda m, a, k: teller.tell(stage, number, first(a, k)), with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda m, a, k: recorder.record(stage, number, first(a, k)), with_kwargs=True
+            )
         )
 
     def after(module: Any, stage: Probe, size: int | None = None) -> None:
-        def tell(_: object, __: object, made: Any) -> None:
+        def record(_: object, __: object, made: Any) -> None:
             value = made[0] if isinstance(made, tuple) else made
-            teller.tell(stage, number, value.reshape(len(current_ids(value)), -1), size)
+            recorder.record(stage, number, value.reshape(len(current_ids(value)), -1), size)
 
         def current_ids(value: torch.Tensor) -> torch.Tensor:
             return value[0] if value.ndim == 3 and value.shape[0] == 1 else value
 
-        stack.enter_context(module.register_forward_hook(tell))
+        stack.enter_context(module.register_forward_hook(record))
 
     stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
     after(layer, Probe.OUTPUT)
@@ -126,7 +130,7 @@ def _tell_layer(
 
         def split(_: object, __: object, made: torch.Tensor) -> None:
             for stage, value in zip((Probe.QUERY, Probe.KEY, Probe.VALUE), made[0].split(sizes, -1), strict=True):
-                teller.tell(stage, number, value, dims.head_dim)
+                recorder.record(stage, number, value, dims.head_dim)
 
         stack.enter_context(attention.qkv_proj.register_forward_hook(split))
     else:
@@ -138,7 +142,7 @@ def _tell_layer(
 
 @contextmanager
 def _functions(
-    hf: PreTrainedModel, teller: PassRecorder, current: list[int], spec: ModelSpec, stale_keys: int
+    hf: PreTrainedModel, recorder: PassRecorder, current: list[int], spec: ModelSpec, stale_keys: int
 ) -> Iterator[None]:
     """Record what the functions get and give by which transformers' models turn heads and attend."""
     module = sys.modules[type(hf).__module__]
@@ -147,17 +151,17 @@ def _functions(
     def turning(q: torch.Tensor, k: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         if spec.dims.qk_norm or spec.family.wide_qk_norm:
             for stage, value in ((Probe.QUERY_NORMED, q), (Probe.KEY_NORMED, k)):
-                teller.tell(stage, current[0], value[0].transpose(0, 1))
+                recorder.record(stage, current[0], value[0].transpose(0, 1))
         return turn(q, k, *arguments, **named)
 
     def attending(m: Any, query: torch.Tensor, key: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         for stage, value in ((Probe.QUERY_TURNED, query), (Probe.KEY_TURNED, key)):
-            teller.tell(stage, current[0], value[0].transpose(0, 1))
+            recorder.record(stage, current[0], value[0].transpose(0, 1))
         made = attend(m, query, key, *arguments, **named)
         if stale_keys:
             other = torch.cat([key[:, :, :stale_keys].flip(2), key[:, :, stale_keys:]], 2)
             made[0][:, stale_keys:] = attend(m, query, other, *arguments, **named)[0][:, stale_keys:]
-        teller.tell(Probe.ATTENDED, current[0], made[0][0])
+        recorder.record(Probe.ATTENDED, current[0], made[0][0])
         return made
 
     if spec.dims.latent is not None or turn is None:

@@ -16,35 +16,35 @@ from megarl.types import Row
 from megarl.types.passes import PassPlace, PassRecorder, Probe, merged
 
 
-def tell_row(loaded: LoadedRole, row: Row, temperature: float) -> dict[PassPlace, torch.Tensor]:
+def record_row(loaded: LoadedRole, row: Row, temperature: float) -> dict[PassPlace, torch.Tensor]:
     """Compute a row's log-probs, and return the tensors of the pass; a stage's first rank has them all."""
-    teller, chunks = PassRecorder(), [unwrapped(chunk) for chunk in loaded.chunks]
+    recorder, chunks = PassRecorder(), [unwrapped(chunk) for chunk in loaded.chunks]
     head = loaded.head_request(temperature=temperature)
-    with telling(chunks, teller):
+    with recording(chunks, recorder):
         result = forward_rows(loaded.chunks, [row], [[0]], head, role=loaded.spec.role, step=0)
-    values = gathered(teller, chunks[0], row.num_tokens)
+    values = gathered(recorder, chunks[0], row.num_tokens)
     for logprobs in result.quantities.get("logprobs", {}).values():
         values[PassPlace(Probe.LOGPROBS)] = torch.from_numpy(logprobs)
     return values if chunks[0].layout.tp_group.rank() == 0 else {}
 
 
 @contextlib.contextmanager
-def telling(chunks: Sequence[PackedModel], teller: PassRecorder) -> Iterator[None]:
+def recording(chunks: Sequence[PackedModel], recorder: PassRecorder) -> Iterator[None]:
     """Record what the chunks of a rank compute while this context lasts."""
     with contextlib.ExitStack() as stack:
         for chunk in chunks:
             if chunk.pre_process:
-                stack.enter_context(_after(chunk.embedding, teller, Probe.EMBEDDING, None))
+                stack.enter_context(_after(chunk.embedding, recorder, Probe.EMBEDDING, None))
             for layer in chunk.decoder.layers:
-                _tell_layer(stack, layer, teller, chunk)
+                _record_layer(stack, layer, recorder, chunk)
             if (norm := chunk.decoder.final_layernorm) is not None:
-                stack.enter_context(_after(norm, teller, Probe.FINAL_NORM, None))
+                stack.enter_context(_after(norm, recorder, Probe.FINAL_NORM, None))
         yield
 
 
-def gathered(teller: PassRecorder, chunk: PackedModel, num_tokens: int) -> dict[PassPlace, torch.Tensor]:
-    """Return what the tensor-parallel ranks of a stage told, put together; each may have some of the tokens."""
-    group, values = chunk.layout.tp_group, teller.values()
+def gathered(recorder: PassRecorder, chunk: PackedModel, num_tokens: int) -> dict[PassPlace, torch.Tensor]:
+    """Return what the tensor-parallel ranks of a stage recorded, put together; each may have some of the tokens."""
+    group, values = chunk.layout.tp_group, recorder.values()
     parts: list[dict[PassPlace, torch.Tensor]] = [{} for _ in range(group.size())]
     dist.all_gather_object(parts, values, group=group)
     if chunk.config.sequence_parallel:
@@ -68,14 +68,16 @@ _SPLIT = (
 )
 
 
-def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: PassRecorder, chunk: PackedModel) -> None:
+def _record_layer(
+    stack: contextlib.ExitStack, layer: TransformerLayer, recorder: PassRecorder, chunk: PackedModel
+) -> None:
     number, head_dim, attention = layer.layer_number - 1, chunk.spec.dims.head_dim, layer.self_attention
 
     def before(module: torch.nn.Module, stage: Probe, size: int | None = None, argument: int = 0) -> None:
-        def tell(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
-            teller.tell(stage, number, arguments[argument].squeeze(1), size)
+        def record(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
+            recorder.record(stage, number, arguments[argument].squeeze(1), size)
 
-        stack.enter_context(module.register_forward_pre_hook(tell))
+        stack.enter_context(module.register_forward_pre_hook(record))
 
     # Transformer Engine's layers may have the norm inside of what follows it.
     if not isinstance(layer.input_layernorm, IdentityOp) or not chunk.spec.family.norms_before:
@@ -83,9 +85,9 @@ def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Pa
     if not isinstance(layer.pre_mlp_layernorm, IdentityOp) or not chunk.spec.family.norms_before:
         before(layer.mlp, Probe.MLP_INPUT)
     before(layer.pre_mlp_layernorm, Probe.STREAM)
-    stack.enter_context(_after(attention, teller, Probe.ATTENTION_OUTPUT, number))
-    stack.enter_context(_after(layer.mlp, teller, Probe.MLP_OUTPUT, number))
-    stack.enter_context(_after(layer, teller, Probe.OUTPUT, number, adds=False))
+    stack.enter_context(_after(attention, recorder, Probe.ATTENTION_OUTPUT, number))
+    stack.enter_context(_after(layer.mlp, recorder, Probe.MLP_OUTPUT, number))
+    stack.enter_context(_after(layer, recorder, Probe.OUTPUT, number, adds=False))
     if (down := getattr(layer.mlp, "linear_fc2", None)) is not None:
         before(down, Probe.MLP_HIDDEN)
     if not isinstance(attention, SelfAttention):
@@ -97,13 +99,13 @@ def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Pa
             stages[i] = (Probe.QUERY_NORMED, Probe.KEY_NORMED)[i]
     for i, stage in enumerate((Probe.QUERY_TURNED, Probe.KEY_TURNED)):
         before(attention.core_attention, stage, head_dim, i)
-    stack.enter_context(_after(attention.core_attention, teller, Probe.ATTENDED, number, size=head_dim))
+    stack.enter_context(_after(attention.core_attention, recorder, Probe.ATTENDED, number, size=head_dim))
     compute = attention.get_query_key_value_tensors
 
     def computed(*arguments: object, **named: object) -> object:
         made = compute(*arguments, **named)
         for stage, value in zip(stages, made, strict=False):
-            teller.tell(stage, number, value, head_dim)
+            recorder.record(stage, number, value, head_dim)
         return made
 
     attention.get_query_key_value_tensors = computed
@@ -112,7 +114,7 @@ def _tell_layer(stack: contextlib.ExitStack, layer: TransformerLayer, teller: Pa
 
 def _after(
     module: torch.nn.Module,
-    teller: PassRecorder,
+    recorder: PassRecorder,
     stage: Probe,
     layer: int | None,
     *,
@@ -121,10 +123,10 @@ def _after(
 ) -> torch.utils.hooks.RemovableHandle:
     """Record what a module returns. adds: with the bias that Megatron returns beside it."""
 
-    def tell(_: object, arguments: object, made: object) -> None:
+    def record(_: object, arguments: object, made: object) -> None:
         value, *bias = made if isinstance(made, tuple) else (made,)
         if adds and bias and bias[0] is not None:
             value = value + bias[0]
-        teller.tell(stage, layer, value.squeeze(1), size)
+        recorder.record(stage, layer, value.squeeze(1), size)
 
-    return module.register_forward_hook(tell)
+    return module.register_forward_hook(record)

@@ -11,11 +11,11 @@ from megarl.types.passes import PassPlace, PassRecorder, Probe
 from megarl.weights.families import ModelSpec
 
 
-def tell_pass(engine: VllmEngine, token_ids: Sequence[int]) -> list[dict[PassPlace, torch.Tensor]]:
+def record_pass(engine: VllmEngine, token_ids: Sequence[int]) -> list[dict[PassPlace, torch.Tensor]]:
     """Return what each worker of an engine computes of a sequence, with the log-probs beside the first one's."""
-    engine.llm.collective_rpc("start_telling")
+    engine.llm.collective_rpc("start_recording")
     (logprobs,) = engine.prompt_logprobs([token_ids])
-    parts = [pickle.loads(part) for part in engine.llm.collective_rpc("stop_telling")]
+    parts = [pickle.loads(part) for part in engine.llm.collective_rpc("stop_recording")]
     parts[0][PassPlace(Probe.LOGPROBS)] = torch.from_numpy(logprobs)
     return parts
 
@@ -27,7 +27,7 @@ class ModelHooks:
     """The hooks on a vLLM model, which record what its layers get and return until `close`."""
 
     def __init__(self, model: torch.nn.Module, spec: ModelSpec) -> None:
-        self.teller, self._stack, self._spec = PassRecorder(), contextlib.ExitStack(), spec
+        self.recorder, self._stack, self._spec = PassRecorder(), contextlib.ExitStack(), spec
         # Layers share the module that turns heads.
         self._layer, self._turning = 0, set[torch.nn.Module]()
         base = next(m for m in model.modules() if isinstance(getattr(m, "layers", None), torch.nn.ModuleList))
@@ -35,36 +35,36 @@ class ModelHooks:
             if any(True for _ in layer.parameters()):
                 self._hook_layer(number, layer)
         if isinstance(base.norm, torch.nn.Module):
-            self._after(base.norm, lambda made: self.teller.tell(Probe.FINAL_NORM, None, _first(made)))
+            self._after(base.norm, lambda made: self.recorder.record(Probe.FINAL_NORM, None, _first(made)))
 
     def close(self) -> PassRecorder:
         """Remove the hooks, and return what they recorded."""
         self._stack.close()
-        return self.teller
+        return self.recorder
 
     def _hook_layer(self, number: int, layer: torch.nn.Module) -> None:
-        tell, family, head_dim = self.teller.tell, self._spec.family, self._spec.dims.head_dim
+        record, family, head_dim = self.recorder.record, self._spec.family, self._spec.dims.head_dim
 
         def begin(*seen: object) -> None:
             self._layer = number
             if number == 0:
-                tell(Probe.EMBEDDING, None, _first(seen))
+                record(Probe.EMBEDDING, None, _first(seen))
 
         self._before(layer, begin)
-        self._after(layer, lambda made: tell(Probe.OUTPUT, number, _total(made)))
+        self._after(layer, lambda made: record(Probe.OUTPUT, number, _total(made)))
         mlp = next(getattr(layer, name) for name in _MLPS if hasattr(layer, name))
-        self._before(mlp, lambda *seen: tell(Probe.MLP_INPUT, number, _first(seen)))
-        self._after(mlp, lambda made: tell(Probe.MLP_OUTPUT, number, _first(made)))
+        self._before(mlp, lambda *seen: record(Probe.MLP_INPUT, number, _first(seen)))
+        self._after(mlp, lambda made: record(Probe.MLP_OUTPUT, number, _first(made)))
         if hasattr(mlp, "down_proj"):
-            self._before(mlp.down_proj, lambda *seen: tell(Probe.MLP_HIDDEN, number, _first(seen)))
+            self._before(mlp.down_proj, lambda *seen: record(Probe.MLP_HIDDEN, number, _first(seen)))
         if family.norms_before:
             norm = layer.get_submodule(f"{'pre_feedforward' if family.norms_after else 'post_attention'}_layernorm")
-            self._before(norm, lambda *seen: tell(Probe.STREAM, number, _total(seen)))
+            self._before(norm, lambda *seen: record(Probe.STREAM, number, _total(seen)))
         attention = next((getattr(layer, name) for name in ("self_attn", "attn") if hasattr(layer, name)), None)
         if attention is None:
             return
-        self._before(attention, lambda *seen: tell(Probe.ATTENTION_INPUT, number, _first(seen)))
-        self._after(attention, lambda made: made is None or tell(Probe.ATTENTION_OUTPUT, number, _first(made)))
+        self._before(attention, lambda *seen: record(Probe.ATTENTION_INPUT, number, _first(seen)))
+        self._after(attention, lambda made: made is None or record(Probe.ATTENTION_OUTPUT, number, _first(made)))
         # Only a worker has vLLM's layers.
         from vllm.model_executor.layers.attention import Attention
 
@@ -75,16 +75,16 @@ class ModelHooks:
         def projected(made: object) -> None:
             sizes = [attention.q_size, attention.kv_size, attention.kv_size]
             for stage, value in zip((Probe.QUERY, Probe.KEY, Probe.VALUE), _first(made).split(sizes, -1), strict=True):
-                tell(stage, number, value, head_dim)
+                record(stage, number, value, head_dim)
 
         def attended(*seen: object) -> None:
             for stage, value in zip((Probe.QUERY_TURNED, Probe.KEY_TURNED), _tensors(seen), strict=False):
-                tell(stage, number, value, head_dim)
+                record(stage, number, value, head_dim)
 
         if hasattr(attention, "qkv_proj") and not self._spec.dims.gated:
             self._after(attention.qkv_proj, projected)
         self._before(core, attended)
-        self._after(core, lambda made: tell(Probe.ATTENDED, number, _first(made), head_dim))
+        self._after(core, lambda made: record(Probe.ATTENDED, number, _first(made), head_dim))
         turn = getattr(attention, "rotary_emb", None)
         if turn is not None and (self._spec.dims.qk_norm or family.wide_qk_norm) and turn not in self._turning:
             self._turning.add(turn)
@@ -92,17 +92,17 @@ class ModelHooks:
 
     def _normed(self, *seen: object) -> None:
         for stage, value in zip((Probe.QUERY_NORMED, Probe.KEY_NORMED), _tensors(seen), strict=False):
-            self.teller.tell(stage, self._layer, value, self._spec.dims.head_dim)
+            self.recorder.record(stage, self._layer, value, self._spec.dims.head_dim)
 
-    def _before(self, module: torch.nn.Module, tell: Callable[..., object]) -> None:
+    def _before(self, module: torch.nn.Module, record: Callable[..., object]) -> None:
         def hook(_: object, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            tell(*arguments, *named.values())
+            record(*arguments, *named.values())
 
         self._stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _after(self, module: torch.nn.Module, tell: Callable[[object], object]) -> None:
+    def _after(self, module: torch.nn.Module, record: Callable[[object], object]) -> None:
         def hook(_: object, __: object, made: object) -> None:
-            tell(made)
+            record(made)
 
         self._stack.enter_context(module.register_forward_hook(hook))
 
