@@ -33,8 +33,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unstack:
-    """An instruction to make a parameter of the row of a tensor that has all experts of a layer, and take its rows from
-    `row` on.
+    """An instruction to turn a row, which is one expert, of a tensor with all experts into a parameter, and to take
+    the parameter's rows from `row` on.
     """
 
     shape: tuple[int, ...]

@@ -24,7 +24,7 @@ _CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>(\w*)"), re.compile(r" to=([^\s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMessage:
-    """A message within a turn. tool: the name of the one that it calls, if any. source: all that was written of it."""
+    """A message within a turn. tool: the name of the tool that it calls, if any. source: all of it, as written."""
 
     channel: str
     tool: str
@@ -74,7 +74,7 @@ def split_channels(turn: str) -> tuple[str, str]:
 
 
 def without_channels(turn: str) -> str:
-    """Return a turn as other models write theirs, for who reads no channels: a thought in tags, then what is shown.
+    """Return a turn as models without channels write theirs: a thought in tags, then what is shown.
 
     >>> without_channels("<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4")
     '<think>\\n2+2\\n</think>\\n\\n4'
@@ -113,7 +113,7 @@ def template_fields(turn: str) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """Return a call's arguments, which templates write as JSON; those that are none stay a text."""
+    """Return a call's arguments, read from JSON; a text that is not JSON stays as it is."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return text

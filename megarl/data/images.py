@@ -33,8 +33,8 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Expanded(NamedTuple):
-    """Token ids in which each mark of an image has become what a model reads there. origins: by token, its number among
-    those before, -1 for an image's. images: what the tokens show.
+    """Token ids in which each mark of an image has become what a model reads there. origins: each token's index before
+    that, -1 for an image's tokens. images: what the tokens show.
     """
 
     token_ids: list[int]

@@ -189,7 +189,7 @@ def endpoint_variables(url: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A program that has ended, with the ends of what it wrote."""
+    """The result of a program: its exit code, and the last bytes of its output and of its errors."""
 
     exit_code: int
     output: bytes

@@ -1,4 +1,4 @@
-"""Call users' code so that nothing that it raises, keeps or never ends harms the process that it shares."""
+"""Call users' code such that the process that it shares survives errors, blocking calls, and calls that never end."""
 
 import asyncio
 import contextvars
@@ -123,7 +123,7 @@ def _forget(task: "asyncio.Task[Any]") -> None:
 
 
 class _Call(Future[Any]):
-    """A call in a thread. Who waits for it cancels it, which a call that runs takes as: nobody waits any more."""
+    """A call in a thread. One that runs cannot be cancelled: `cancel` then notes that nobody waits for it any more."""
 
     def __init__(self, threads: "CallThreads", function: Callable[[], object], name: str) -> None:
         super().__init__()
@@ -166,10 +166,10 @@ class CallThreads(ThreadPoolExecutor):
         return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing: loops come and go, and threads are nobody's to wait for."""
+        """Do nothing: event loops come and go, and none of them waits for the threads."""
 
     def late(self) -> Counter[str]:
-        """Return how many calls go on that nobody waits for, by the functions' names."""
+        """Count the calls that go on although nobody waits for them, by the functions' names."""
         return Counter(call.name for call in list(self._late) if call.thread.is_alive())
 
     def give_up(self, call: _Call) -> None:

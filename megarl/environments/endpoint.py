@@ -72,7 +72,7 @@ class ChatServer(BoundedServer):
         self._chats.pop(chat.key, None)
 
     async def serve_sent(self, way: socket.socket) -> None:
-        """Serve at a socket that a program opens where this host's network is not, and sends by `way`."""
+        """Serve at a socket that a program without this host's network opens, and sends over `way`."""
         with way:
             _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, way, 1, 1)
         if descriptors:
@@ -116,7 +116,7 @@ class ChatServer(BoundedServer):
         return StreamingResponse(dialect.events(written, body), media_type="text/event-stream")
 
     async def _rest(self, request: Request) -> Response:
-        """Answer what is no request for a turn: lists of models, telemetry, and what this server does not have."""
+        """Answer all requests but those for a turn: lists of models, telemetry, and what this server does not have."""
         path = request.path_params["path"].strip("/")
         chat = self._chats.get(request.path_params["key"])
         dialect = next((each for each in DIALECTS if each.path in path), DIALECTS[0])
@@ -152,6 +152,6 @@ def _nobody(dialect: Dialect) -> Response:
 
 
 def _refusal(chat: Chat, dialect: Dialect, status: int, message: str) -> Response:
-    """Return an error, with a status that clients do not try again after; agents may pass it over, so it is counted."""
+    """Return an error, with a status after which clients do not retry. Agents may ignore it, so it is counted."""
     chat.num_refused += 1
     return JSONResponse(dialect.error(status, message), status_code=status)

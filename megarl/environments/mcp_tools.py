@@ -164,7 +164,7 @@ _OPENING: ContextVar[_Session] = ContextVar("_OPENING")
 
 @cache
 def _bounded_lines() -> "type[TextReceiveStream]":
-    """Return the stream by which the client shall read what a command writes: its own keeps a line of any length."""
+    """Return the stream by which a client reads what a command writes; the client's own keeps lines of any length."""
     import anyio
     from anyio.streams.text import TextReceiveStream
 

@@ -232,7 +232,7 @@ class InTurns:
         self._engine_of.pop(key, None)
 
     def heard(self, engine: int, load: EngineLoad) -> None:
-        """Loads do not matter."""
+        """Ignore the load."""
 
 
 class ByLoad:

@@ -70,7 +70,7 @@ class LikelyTokens:
         return None if ids is None or logprobs is None else cls(ids=ids, logprobs=logprobs)
 
     def at(self, places: npt.NDArray[np.generic] | slice | tuple[slice, slice]) -> "LikelyTokens":
-        """Return those in place of some of the tokens, or some of them."""
+        """Return those at some of the n tokens; a pair of slices also selects some of the K."""
         return LikelyTokens(ids=self.ids[places], logprobs=self.logprobs[places])
 
 

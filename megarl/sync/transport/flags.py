@@ -1,4 +1,4 @@
-"""Signal between processes of one host: a flag in memory that both map, and a semaphore that wakes who waits for it."""
+"""Signal between processes of one host: a flag in memory that both map, and a semaphore that wakes the waiting one."""
 
 import ctypes
 import errno
@@ -26,8 +26,8 @@ _libc.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_T
 class Flag:
     """How far a process is: the number of the weight sync, and how many messages it has sent (or taken) in it.
 
-    One process raises the flag and one waits. Whoever waits sleeps in the kernel, and after it wakes it sees all that
-    the other one wrote before.
+    One process advances the flag, and one waits. The waiting one sleeps in the kernel, and after it wakes it sees all
+    that the other wrote before.
 
     memory: uint8 [FLAG_BYTES], at an address that is a multiple of 16. is_new: it is zero, and nobody uses it yet.
     """
@@ -38,14 +38,14 @@ class Flag:
         if is_new:
             _libc.sem_init(self._semaphore, 1, 0)
 
-    def hoist(self, transfer: int, count: int) -> None:
+    def advance(self, transfer: int, count: int) -> None:
         """Say that this process has sent (or taken) `count` messages in the weight sync `transfer`."""
         # One store of eight bytes: nobody sees the one number without the other.
         self._state[0] = transfer << _COUNT_BITS | count
         _libc.sem_post(self._semaphore)
 
-    def is_hoisted(self, transfer: int, count: int, timeout_s: float) -> bool:
-        """Wait until the other process is so far, and return True; return False after `timeout_s`."""
+    def wait(self, transfer: int, count: int, timeout_s: float) -> bool:
+        """Wait until the other process has come that far, and return True, or False after `timeout_s`."""
         end = _Time(*divmod(time.monotonic_ns() + int(timeout_s * 1e9), 10**9))
         while True:
             is_awake = _libc.sem_clockwait(self._semaphore, time.CLOCK_MONOTONIC, ctypes.byref(end)) == 0

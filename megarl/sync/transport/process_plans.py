@@ -20,7 +20,7 @@ from megarl.sync.transport.transports import Link, Members, ProcessPlan, Staging
 def link_settings_of(
     plan: Plan, settings: SyncConfig, here: Platform, *, hosts: Hosts, beside: Mapping[int, int]
 ) -> LinkSettings:
-    """Return what the settings, and where these leave a choice the planner's seconds, let carry a plan's messages."""
+    """Return what may carry a plan's messages: what the settings say, else what the planner takes to be fastest."""
     ipc = here.has_ipc if settings.cuda_ipc is None else settings.cuda_ipc
     return fastest_link_settings(plan, settings.group_between_hosts(here) == "device", ipc, hosts=hosts, beside=beside)
 

@@ -182,12 +182,12 @@ class _Segments:
 
     def _say(self, what: str, message: WeightMessage) -> None:
         self._memory.synchronize()
-        self._flag(what, message).hoist(self._transfer, message.turn + 1)
+        self._flag(what, message).advance(self._transfer, message.turn + 1)
 
     def _wait(self, what: str, message: WeightMessage) -> None:
         """Wait until the other process says that a message was `sent` or `taken`."""
-        is_hoisted = partial(self._flag(what, message).is_hoisted, self._transfer, message.turn + 1)
-        if not unless_given_up(is_hoisted, self._store, self._transfer, self._timeout_s):
+        wait = partial(self._flag(what, message).wait, self._transfer, message.turn + 1)
+        if not unless_given_up(wait, self._store, self._transfer, self._timeout_s):
             raise WeightSyncError(
                 f"message {message.turn} of trainer rank {message.source} to engine worker {message.receiver} was not "
                 f"{what} within {self._timeout_s:.0f} s; see what the other process says in RUN/logs"

@@ -80,9 +80,9 @@ def test_what_is_passed_on_has_a_signal_per_bucket(
 
     These go between devices, also those within a host, where the planner finds that no slower.
     """
-    hoisted = list[int]()
-    hoist = Flag.hoist
-    monkeypatch.setattr(Flag, "hoist", lambda flag, *numbers: (hoisted.append(1), hoist(flag, *numbers)))
+    advanced = list[int]()
+    advance = Flag.advance
+    monkeypatch.setattr(Flag, "advance", lambda flag, *numbers: (advanced.append(1), advance(flag, *numbers)))
     ranks = make_slices()
     plan = make_plan(ranks, 300)
     senders, receivers = open_ends(plan, "passed on", tmp_path)
@@ -91,5 +91,5 @@ def test_what_is_passed_on_has_a_signal_per_bucket(
     assert 0 < len(bundles) < len(passed_on) < len(plan.messages)
     counted.clear()
     run(senders, receivers, ranks, 1)
-    assert len(hoisted) == 2 * (len(plan.messages) - len(passed_on) + len(bundles))
+    assert len(advanced) == 2 * (len(plan.messages) - len(passed_on) + len(bundles))
     assert counted == {}
