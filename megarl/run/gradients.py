@@ -119,8 +119,9 @@ def _compute(arguments: argparse.Namespace, run_dir: Path, overrides: list[str],
         raise ConfigError("actor.lora: compare-gradients compares the gradients of all weights; set actor.lora=null")
     earlier = [each for each in complete_steps(paths.checkpoints) if each < step]
     checkpoint = read_checkpoint(checkpoint_dir(paths.checkpoints, earlier[-1])) if earlier else None
+    batch = recorded_batch(RunPaths(arguments.run_dir), step)
     inputs = open_session_inputs(config, with_engines=False, with_reference=False)
-    write_gradient(inputs, checkpoint, recorded_batch(RunPaths(arguments.run_dir), step), out, step=step)
+    write_gradient(inputs, checkpoint, batch, out, step=step)
 
 
 def recorded_batch(paths: "RunPaths", step: int) -> "Collected":
