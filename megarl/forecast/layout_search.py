@@ -30,8 +30,8 @@ class LayoutSearch(GivenSettings):
     """
 
     spec: ModelSpec
-    num_stages: int = 0
-    stage_bytes: int = 0
+    num_stages: int
+    stage_bytes: int
     gpus: int
     per_node: int
     device_bytes: int
@@ -80,33 +80,35 @@ def new_search(
         from megarl.forecast.calibrate import calibrate
 
         constants = calibrate(calibration, device_bytes=device_bytes)
-    search = LayoutSearch(
+    settings = GivenSettings(base=base, given=given)
+    num_stages = _num_stages(settings, spec, gpus=gpus, per_node=per_node, device_bytes=device_bytes)
+    return LayoutSearch(
         base=base,
         given=given,
         spec=spec,
+        num_stages=num_stages,
+        stage_bytes=engine_bytes(base, spec, num_stages),
         gpus=gpus,
         per_node=per_node,
         device_bytes=device_bytes,
         hardware=Hardware(per_node=per_node),
         constants=constants,
     )
-    num_stages = _num_stages(search)
-    return replace(search, num_stages=num_stages, stage_bytes=engine_bytes(base, spec, num_stages))
 
 
-def _num_stages(search: LayoutSearch) -> int:
+def _num_stages(settings: GivenSettings, spec: ModelSpec, *, gpus: int, per_node: int, device_bytes: int) -> int:
     """Choose the number of an engine's stages: the fewest with room for a row, or else the most that the GPUs allow."""
-    base, gpus, per_node = search.base, search.gpus, search.per_node
-    if "rollout.engine.pp" in search.given:
+    base = settings.base
+    if "rollout.engine.pp" in settings.given:
         return base.rollout.engine.pp
     counts = [n for n in SIZES if n == 1 or (per_node in SIZES and gpus % (n * per_node) == 0)]
-    for num_stages in (n for n in counts if n <= min(search.spec.dims.num_layers, MOST_STAGES)):
-        settings = replace(
+    for num_stages in (n for n in counts if n <= min(spec.dims.num_layers, MOST_STAGES)):
+        engine_settings = replace(
             base.rollout.engine, tp=min(gpus, per_node), pp=num_stages, gpu_memory_utilization=ENGINE_SHARE
         )
-        config = replace(base, rollout=replace(base.rollout, engine=settings))
-        stage_bytes = engine_bytes(base, search.spec, num_stages)
-        engine = plan_engine(config, search.spec.dims, stage_bytes, search.device_bytes)
+        config = replace(base, rollout=replace(base.rollout, engine=engine_settings))
+        stage_bytes = engine_bytes(base, spec, num_stages)
+        engine = plan_engine(config, spec.dims, stage_bytes, device_bytes)
         if (engine.kv_cache or 0) >= engine.kv_bytes_per_token * max_path_tokens(base):
             break
     return num_stages
