@@ -96,10 +96,10 @@ class RoleWorkers:
     def record_pass(self, row: Row, temperature: float) -> "dict[PassPlace, torch.Tensor]":
         """Return the tensors of the actor's pass over a row; the layout has one replica. See `megarl bisect`."""
         calls = [p.call(RankWorker.record_pass, row, temperature) for p in self._group(Role.ACTOR).processes]
-        told: dict[PassPlace, torch.Tensor] = {}
+        recorded: dict[PassPlace, torch.Tensor] = {}
         for part in self._wait(calls, doing="recording a pass"):
-            told |= part
-        return told
+            recorded |= part
+        return recorded
 
     def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
         """Take one optimizer step of `request.role` on a mini-batch."""

@@ -13,7 +13,6 @@ _RUNS = "a whole run for one feature; runs of test_train, test_sync, test_async 
 _PLANS = "another size of the same search or plan"
 _DEATHS = "another process that dies or hangs; each way to notice it stays"
 _PROVEN = "over ranks, what a unit test or another layout proves in CI, too"
-_PROVEN_HERE = "in one process, what other tests prove of each half"
 _RAY = "processes in Ray, which whole runs start, too; that a dead one is named stays"
 _PROCESSES = "seconds for processes that start or end; what they compute has tests in one process"
 _MANY = "hundreds of clients or bytes without end; each limit has a test of one client"
@@ -204,7 +203,7 @@ WIDE = {
     "tests/unit/convert/test_conversion.py::test_there_and_back[qwen3_moe-mixed": _FAMILIES,
     "tests/unit/convert/test_conversion.py::test_there_and_back[qwen3_next": _FAMILIES,
     "tests/unit/convert/test_conversion.py::test_there_and_back[s": _FAMILIES,
-    "tests/unit/convert/test_dequantize.py::test_megatron_checkpoints": _PROVEN_HERE,
+    "tests/unit/convert/test_dequantize.py::test_megatron_checkpoints": "two steps at once, each of which has tests",
     "tests/unit/convert/test_docs.py::test_the_page_shows": "a page's commands, each of which has tests",
     "tests/unit/convert/test_faults.py::test_a_killed_conversion": "a process to kill; a broken disk and a cut stay",
     "tests/unit/convert/test_faults.py::test_killed_when_all": _DEATHS,
