@@ -22,10 +22,14 @@ from megarl.registry import Registry
 
 # Where sandboxed programs see the sample's directories.
 WORKSPACE, HOME = "/workspace", "/home/agent"
+# A pipe would be waited for.
+_READ = """[ -f "$1" ] || [ ! -e "$1" ] || { echo "error: no regular file" >&2; exit 1; }
+exec cat -- "$1"
+"""
 _WRITE = """top=$(pwd -P); mkdir -p -- "$(dirname -- "$1")" && cd -- "$(dirname -- "$1")" || exit
 name=$(basename -- "$1")
 case "$(pwd -P)/" in
-"$top"/*) [ ! -L "$name" ] && cat > "$name" ;;
+"$top"/*) [ ! -L "$name" ] && { [ -f "$name" ] || [ ! -e "$name" ]; } && cat > "$name" ;;
 *) false ;;
 esac || { echo "error: it leads out of the workspace, or cannot be written" >&2; exit 1; }
 """
@@ -85,6 +89,12 @@ def sandbox_maker(name: str, settings: Mapping[str, object], template: Path | No
     return make
 
 
+async def _copy_files(source: Path, target: Path) -> None:
+    """Copy a directory with all that programs leave in one, also pipes and sockets, which shutil would read."""
+    ended = await run_program(["cp", "-a", "--", f"{source}/.", str(target)], "", _plain(), inherits=[])
+    ended.require_success(f"copying {source}")
+
+
 @SANDBOXES.register("process")
 class ProcessSandbox:
     """Directories of this host, in which programs run with your rights."""
@@ -114,8 +124,7 @@ class ProcessSandbox:
         if self._template is None:
             workspace.mkdir()
         else:
-            # A repository has thousands of files, and the loop has thousands of samples.
-            await asyncio.to_thread(shutil.copytree, self._template, workspace, symlinks=True)
+            await _copy_files(self._template, workspace)
 
     async def run(
         self, command: Sequence[str], *, stdin: str = "", variables: Mapping[str, str], url: str = ""
@@ -123,7 +132,7 @@ class ProcessSandbox:
         return await run_program(command, stdin, {**variables, "HOME": self.home}, self._scratch / "workspace")
 
     async def read(self, path: str) -> str:
-        ended = await self.run(["cat", "--", path], variables=_plain())
+        ended = await self.run(["sh", "-c", _READ, "sh", path], variables=_plain())
         if ended.exit_code:
             raise FileNotFoundError(f"{path}: {ended.errors.decode(errors='replace').strip()}")
         if len(ended.output) >= MOST_OUTPUT_BYTES:
@@ -138,11 +147,13 @@ class ProcessSandbox:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._scratch = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
-        await asyncio.to_thread(shutil.copytree, self._scratch, other._scratch, symlinks=True, dirs_exist_ok=True)
+        await _copy_files(self._scratch, other._scratch)
         return other
 
     async def stop(self) -> None:
         if self._scratch != Path():
+            # Caches of Go and Bazel are read-only directories, which only root can empty as they are.
+            await run_program(["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", _plain(), inherits=[])
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 

@@ -91,6 +91,42 @@ def test_forks_begin_with_the_same_files_and_go_apart(kind: str) -> None:
     within(kind, work)
 
 
+@pytest.mark.parametrize("kind", LOCAL)
+def test_pipes_and_sockets_are_copied_and_never_waited_for(kind: str) -> None:
+    """Copying a pipe by reading it never ends, and a socket cannot be opened as a file."""
+    left = "mkfifo pipe && python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"bound\")'"
+
+    async def work(box: WorkSandbox) -> None:
+        (await box.run(["sh", "-c", left], variables=VARIABLES)).require_success("leaving")
+        fork = await box.fork()
+        assert await output(fork, "sh", "-c", "[ -p pipe ] && [ -S bound ] && echo both") == "both\n"
+        await fork.stop()
+        with pytest.raises(FileNotFoundError, match=r"pipe: error: no regular file"):
+            await box.read("pipe")
+        with pytest.raises(RuntimeError, match=r"writing pipe ended with 1"):
+            await box.write("pipe", "x")
+
+    within(kind, work)
+
+
+def test_read_only_directories_are_removed() -> None:
+    """By a user who is not root, too. (Debian's `sh` takes the rights of root again.)"""
+    kept: list[Path] = []
+
+    async def work(box: WorkSandbox) -> None:
+        kept.append(Path(box.workspace))
+        for command in (["mkdir", "cache"], ["touch", "cache/a"], ["chmod", "500", "cache"]):
+            (await box.run(command, variables=VARIABLES)).require_success(command[0])
+
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        within("process", work)
+    finally:
+        os.seteuid(user)
+    assert not kept[0].parent.exists()
+
+
 def test_bubblewrap_hides_the_host(tmp_path: Path) -> None:
     """Its loopback, its sockets in the file system, its processes, and what is not the system's."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -261,7 +297,7 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(run("apptainer", image="a.sif"))
     asyncio.run(run("docker", image="debian:12"))
-    (apptainer, theirs), (docker, docked), (removed, _) = asked
+    (apptainer, theirs), _, (docker, docked), (removed, _), _ = asked
     first, second = places
     assert (
         apptainer
