@@ -69,8 +69,8 @@ def _ours(mode: HeadMemoryMode, kernels: str | None = None, *, entropy: bool = T
     return Contender(load=load, objective=objective, beside="recompute" if entropy else f"plain {mode}", is_ours=True)
 
 
-def _teacher(mode: HeadMemoryMode, objective: HeadObjective) -> Contender:
-    """The head with a teacher, or for centering and TV beside an earlier policy."""
+def _teacher(mode: HeadMemoryMode, objective: HeadObjective, *, versions: int = 1) -> Contender:
+    """The head with a teacher, or for centering and TV beside an earlier policy, in so many versions by turns."""
     measures: Mapping[HeadObjective, HeadMeasure] = {
         HeadObjective.CENTERING: Centering(weight="tis", low=CLIP[0], high=CLIP[1]),
         HeadObjective.TV: TopDivergence(kind="tv"),
@@ -81,12 +81,17 @@ def _teacher(mode: HeadMemoryMode, objective: HeadObjective) -> Contender:
     def load(group: dist.ProcessGroup) -> Head:
         def head(x: Inputs, chunk: int | None) -> torch.Tensor:
             shard = vocab_shard(group, len(x.weight), len(x.weight) * group.size())
+            teacher = TeacherLogits(hidden=x.teacher_hidden, weight=x.teacher_weight, shard=shard, measure=measure)
+            if versions > 1:
+                # The same weight each time: caches hold too little of it for that to save reading.
+                others = dict.fromkeys(range(versions - 1), x.teacher_weight)
+                teacher = replace(teacher, others=others, which=torch.arange(len(x.labels)) % versions - 1)
             out = vocab_parallel_divergence(
                 x.hidden,
                 x.weight,
                 x.labels,
                 shard=shard,
-                teacher=TeacherLogits(hidden=x.teacher_hidden, weight=x.teacher_weight, shard=shard, measure=measure),
+                teacher=teacher,
                 divergence=divergence,
                 beta=BETA,
                 options=_options(mode, chunk, (x.by_logprobs, None, x.by_divergence)),
@@ -224,5 +229,6 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             if objective not in (HeadObjective.PLAIN, HeadObjective.ENTROPY)
             for mode in HeadMemoryMode
         },
+        "three versions recompute": _teacher(HeadMemoryMode.RECOMPUTE, HeadObjective.CENTERING, versions=3),
     }
 )
