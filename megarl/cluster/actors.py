@@ -1,5 +1,6 @@
 """Define the Ray actors of a run; each wraps the object that does the work, a `RankWorker` or a `VllmEngine`."""
 
+import itertools
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.ray_session import end_run_processes, is_alive
-from megarl.cluster.remotes import Location, P, PendingCall, Process, R, in_group, results
+from megarl.cluster.remotes import MOST_RESULTS, Location, P, PendingCall, Process, R, in_group, results
 from megarl.cluster.row_shards import RowShard
 from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.host.device.platform import platform
@@ -228,8 +229,10 @@ class EngineActor(EngineNodeActor):
 
     @in_group(_GENERATION)
     def serve(self) -> Iterator[EngineReply]:
-        """Yield the replies of `VllmEngine.serve`."""
-        yield from self.engine.serve()
+        """Yield the next replies of `VllmEngine.serve`."""
+        # Ray sends values to generators, which `yield from` would pass on.
+        for reply in itertools.islice(self.engine.serve(), MOST_RESULTS):  # noqa: UP028
+            yield reply
 
 
 def _end_unless(started: Sequence[PendingCall[list[int]]]) -> None:

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
-from megarl.cluster.remotes import Process, Remote, Stream
+from megarl.cluster.remotes import MOST_RESULTS, Process, Remote, Stream
 from megarl.cluster.reservation import RayNode, spread_environments
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec, sendable
 from megarl.errors import EngineDiedError, WorkerError
@@ -76,8 +76,8 @@ class EnvironmentWorkerActor(RunActor):
         task.add_done_callback(self._tasks.discard)
 
     async def serve(self) -> AsyncIterator[dict[int, EpisodeReply]]:
-        """Yield replies by key as they come."""
-        while True:
+        """Yield the next replies by key as they come."""
+        for _ in range(MOST_RESULTS):
             part = dict([await self._replies.get()])
             while not self._replies.empty():
                 part |= [self._replies.get_nowait()]

@@ -3,6 +3,7 @@ track of a run's processes: where they run, and which of them may die without en
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ R_co = TypeVar("R_co", covariant=True)
 H = TypeVar("H")
 H_co = TypeVar("H_co", covariant=True)
 F = TypeVar("F", bound=Callable[..., object])
+# A method that yields without end ends its call after so many results, and is called again: as long as a call lasts,
+# Ray keeps the name of each of them at both ends.
+MOST_RESULTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,19 +88,29 @@ class PendingCall(Generic[R_co]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stream(Generic[R_co]):
-    """A pending call to a process that yields many results."""
+    """The results that a method of a process yields, in one pending call after the other.
+
+    begin: calls the method, again after each `MOST_RESULTS`.
+    """
 
     process: "Process[Remote]"
+    begin: Callable[[], ray.ObjectRefGenerator]
     ref: ray.ObjectRefGenerator
     _is_arriving: bool = False
 
     async def results(self) -> AsyncIterator[R_co]:
         """Yield results as they come; for one reader. Raises Ray's error if the call fails."""
-        async for ref in self.ref:
-            self._is_arriving = True
-            result: R_co = await ref
-            self._is_arriving = False
-            yield result
+        while True:
+            count = 0
+            async for ref in self.ref:
+                self._is_arriving = True
+                result: R_co = await ref
+                self._is_arriving = False
+                yield result
+                count += 1
+            if count < MOST_RESULTS:
+                return
+            self.ref = self.begin()
 
     def has_more(self) -> bool:
         """Return whether there is a result, or the end, that the reader has not been given yet."""
@@ -144,9 +158,10 @@ class Process(Generic[A_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Stream[R]:
-        """Begin a call of a method of the actor itself that is a generator."""
+        """Begin a call of a method of the actor itself that is a generator, which ends after `MOST_RESULTS`."""
         streaming = getattr(self.actor, method.__name__).options(num_returns="streaming")
-        return Stream(process=self, ref=streaming.remote(*args, **kwargs))
+        begin = functools.partial(streaming.remote, *args, **kwargs)
+        return Stream(process=self, begin=begin, ref=begin())
 
 
 class Roster:

@@ -103,8 +103,9 @@ MOST_LINES = {
     "bisect": 1330,
     # 12 for names of commands in other trainers.
     "cli": 340,
-    # 50 for clusters that are joined and end, 90 for environments on nodes of their own.
-    "cluster": 4220,
+    # 50 for clusters that are joined and end, 90 for environments on nodes of their own, 15 for streams
+    # that go on in another call.
+    "cluster": 4235,
     # 40 for names of models, which were of weights, and 25 for given settings, of forecast.
     # 195 for targets of plans and the table of what works on them, 13 for `recompute: auto`, 34 for
     # devices of targets. 90 for images, towers that train, and what overlaps by default.
@@ -163,7 +164,7 @@ MOST_LINES = {
     "megarl_lab": 6280,
     "megarl_sandbox": 3230,
 }
-MOST_LINES_TOGETHER = 98_710
+MOST_LINES_TOGETHER = 98_725
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 15

@@ -1,9 +1,12 @@
-"""An engine's actor knows which of its workers have ended, and ends those of the engine before it."""
+"""An engine's actor knows which of its workers have ended, ends those of the engine before it, and streams replies."""
 
+import asyncio
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +16,9 @@ from ray.exceptions import RayError
 
 from megarl.cluster import actors
 from megarl.cluster.actors import EngineActor
+from megarl.cluster.episodes import EnvironmentWorkerActor
 from megarl.cluster.ray_session import end_run_processes
-from megarl.cluster.remotes import Process
+from megarl.cluster.remotes import MOST_RESULTS, Process, Stream
 from megarl.config.schema import EngineConfig
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.rollout.engine_spec import EngineSpec
@@ -135,3 +139,47 @@ def test_an_engine_answers_for_the_workers_of_all_nodes(monkeypatch: pytest.Monk
     assert actor.lost_workers() == [1, 6]
     actor.close()
     assert [node.told[-1] for node in nodes] == [("close",)] * 2
+
+
+def of_engine() -> AsyncIterator[Any]:
+    actor: Any = object.__new__(EngineActor)
+    actor.engine = SimpleNamespace(serve=itertools.count)
+
+    async def replies() -> AsyncIterator[Any]:
+        served: Any = actor.serve()
+        yield next(served)
+        with contextlib.suppress(StopIteration):
+            while True:
+                # As Ray does.
+                yield served.send("statistics")
+
+    return replies()
+
+
+def of_environment() -> AsyncIterator[Any]:
+    actor: Any = object.__new__(EnvironmentWorkerActor)
+    actor._replies = SimpleNamespace(get=lambda: asyncio.sleep(0, (0, None)), empty=lambda: True)
+    replies: AsyncIterator[Any] = actor.serve()
+    return replies
+
+
+@pytest.mark.parametrize("serve", [of_engine, of_environment])
+def test_a_stream_goes_on_in_another_call_before_ray_keeps_much_of_it(serve: Callable[[], AsyncIterator[Any]]) -> None:
+    """As long as a call lasts, Ray keeps an entry of each of its results."""
+    counts: list[int] = []
+
+    async def begin() -> AsyncIterator[Awaitable[Any]]:
+        counts.append(0)
+        async for reply in serve():
+            counts[-1] += 1
+            yield asyncio.sleep(0, reply)
+
+    async def read(num_results: int) -> None:
+        begun: Any = begin
+        stream = Stream[Any](process=Process(name="", actor=None), begin=begun, ref=begun())
+        results = stream.results()
+        for _ in range(num_results):
+            await anext(results)
+
+    asyncio.run(read(2 * MOST_RESULTS + 1))
+    assert counts == [MOST_RESULTS, MOST_RESULTS, 1]
