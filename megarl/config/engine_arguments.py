@@ -25,9 +25,8 @@ _PASSED = """
     dbo_decode_token_threshold dbo_prefill_token_threshold max_parallel_loading_workers prefix_caching_hash_algo
     prefix_cache_retention_interval disable_cascade_attn max_num_batched_tokens max_num_scheduled_tokens
     long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_active_seqs use_fp64_gumbel
-    aggregate_engine_logging disable_custom_all_reduce enable_shm_tensor_arena limit_mm_per_prompt
-    enable_mm_embeds interleave_mm_strings mm_processor_cache_gb
-    mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
+    aggregate_engine_logging disable_custom_all_reduce enable_shm_tensor_arena enable_mm_embeds
+    interleave_mm_strings mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode
     mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     mm_encoder_fp8_scale_save_margin renderer_num_workers skip_mm_profiling video_pruning_rate video_pruning_method
     mm_tensor_ipc mm_ipc_gpu_memory_gb ray_workers_use_nsight
@@ -116,6 +115,8 @@ REFUSED: Mapping[str, str] = {
     "skip_tokenizer_init": "rollout.stop needs the tokenizer",
     "worker_extension_cls": "it is megarl's weight sync",
     "language_model_only": "it is on unless prompts have images",
+    "limit_mm_per_prompt": "prompts show as many images as data.max_prompt_tokens leaves room for",
+    "mm_processor_cache_gb": "megarl itself keeps images as engines read them",
     "weight_transfer_config": "megarl syncs weights itself; set sync",
     "distributed_executor_backend": _SEVERAL,
     "nnodes": _SEVERAL,

@@ -19,6 +19,7 @@ from megarl.config.engine_arguments import LIMITED, PASSED, REFUSED, check_argum
 from megarl.errors import ConfigError
 from megarl.host.device.platform import platform
 from megarl.rollout.engine_spec import engine_arguments
+from megarl.types.messages import Vision
 
 
 def config(**arguments: Any) -> Config:
@@ -45,7 +46,8 @@ def test_what_megarl_sets_cannot_be_set_a_second_time(device: str, monkeypatch: 
     try:
         engine = {"num_engines": 1, "tp": 2, "kv_cache_mib": 1, "block_size": 16, "enforce_eager": True}
         spec = engine_spec(from_dict(Config, {"rollout": {"engine": engine}}))
-        assert engine_arguments(replace(spec, can_sleep=True)).keys() <= REFUSED.keys()
+        for vision in (None, Vision(store="images")):
+            assert engine_arguments(replace(spec, can_sleep=True, vision=vision)).keys() <= REFUSED.keys()
     finally:
         platform.cache_clear()
 
