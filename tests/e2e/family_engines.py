@@ -4,13 +4,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megarl.config.generation import Sampling, SyncConfig
+from megarl.config.schema import DataConfig
+from megarl.data.images import DataImages
 from megarl.errors import DataError
 from megarl.host.store import open_store
 from megarl.rollout.engine import Completion, GenerationRequest, VllmEngine
@@ -23,14 +24,15 @@ from megarl.sync.transport.ends import BridgeSender, holding_of
 from megarl.sync.transport.process_plans import process_plans_of
 from megarl.sync.transport.rendezvous import Rendezvous
 from megarl.sync.transport.routed import RoutedSender
-from megarl.types import FloatArray
+from megarl.types import FloatArray, Message
 from megarl.types.images import RowImage
+from megarl.types.turns import IMAGE_MARK
+from megarl.vision.reader import open_image
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import map_model, weight_specs
 from megarl.weights.slices import Slice
 from tests.e2e.engines import running
 from tests.helpers.rank_pool import RankContext
-from tests.helpers.vision import VisionCase, picture
 
 CPU = torch.device("cpu")
 
@@ -135,27 +137,36 @@ def whole_slices(model: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> list[
     return [Slice(tensor=name, index=(), view=view, owned=True) for name, view in views.items()]
 
 
-def compare_tokens(
-    context: RankContext, spec: EngineSpec, family: str, directory: Path, sizes: Sequence[tuple[int, int]]
+def read_twice(
+    context: RankContext, spec: EngineSpec, directory: Path, shown: Sequence[tuple[str, bytes]]
 ) -> list[str]:
-    """Return for which sizes of images an engine's processor makes other tokens than the trainer's, and how it says so.
-
-    The last has a place too few.
+    """Return how rows, each with an image, are refused where the trainer and an engine read it; the last row lacks one
+    of its places. Where both read it, they read the same tokens and pixels.
     """
     prepare_vllm(spec)
     from vllm import EngineArgs
+    from vllm.multimodal.media import ImageMediaIO
     from vllm.renderers import renderer_from_config
 
-    case, wrong = VisionCase(directory / "model", family, directory / "images"), list[str]()
+    images = DataImages.of(str(directory / "model"), DataConfig(image_key="images"), str(directory / "images"))
+    assert images is not None
+    images.keeps, refused = True, list[str]()
     renderer = renderer_from_config(EngineArgs(**engine_arguments(spec)).create_engine_config())
-    prompts = ImagePrompts(renderer, case.store.directory)
-    for seed, (width, height) in enumerate(sizes):
-        found = case.reader.read(digest := case.store.put(picture(seed, width, height)))
-        ids, places = [5, 6, *found.token_ids, 7], np.flatnonzero(found.is_feature).astype(np.int32) + 2
-        last = seed == len(sizes) - 1
-        image = RowImage(places=places[: -1 if last else None], digest=digest, grid=found.grid)
+    prompts, mark = ImagePrompts(renderer, images.reader.store.directory), images.reader.processor.image_token_id
+    for i, (row, image) in enumerate(shown):
         try:
-            prompts.prompt(ids, [image], f"row {width}x{height}")
+            message = Message(role="user", content=IMAGE_MARK, images=(digest := images.add(image, row),))
+            ids, _, (found,) = images.expand([5, mark, 7], [message], row)
+            missing = 1 if i == len(shown) - 1 else 0
+            prompts.prompt(ids, [replace(found, places=found.places[: len(found.places) - missing])], row)
         except DataError as error:
-            wrong.append(str(error))
-    return wrong
+            refused.append(str(error))
+            continue
+        (item,) = prompts._read(digest)["mm_kwargs"]["image"]
+        for name, tensor in images.reader.read(digest).tensors.items():
+            if name in item:
+                assert torch.equal(item[name].data.flatten(), tensor.flatten()), (row, name)
+        assert "pixel_values" in item
+        # A server of vLLM that is sent the file decodes it so.
+        assert open_image(image).tobytes() == ImageMediaIO().load_bytes(image).media.tobytes(), row
+    return refused

@@ -1,13 +1,16 @@
 """Engines that read images: log-probs are transformers', also after a sync of the tower, of the same images."""
 
+import io
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megarl.cluster.roles import engine_spec
@@ -15,12 +18,12 @@ from megarl.config.vision import TowerPart
 from megarl.types.messages import Vision
 from megarl.weights.families import read_model_spec
 from tests.e2e import family_engines
-from tests.e2e.family_engines import compare_tokens
+from tests.e2e.family_engines import read_twice
 from tests.e2e.support import small_config
 from tests.e2e.test_family_engines import NATS, trained_copy
 from tests.e2e.test_rounded_engines import float8
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.vision import VISION, ask_with_stray_placeholders, make_rows, score_sequences
+from tests.helpers.vision import VISION, ask_with_stray_placeholders, make_rows, picture, score_sequences
 
 CASES: list[tuple[str, int, TowerPart]] = [
     ("qwen3_vl", 1, "all"),
@@ -131,19 +134,45 @@ def test_a_rounded_engine_rounds_its_tower_at_the_start_and_by_syncs(part: Tower
             assert min(float(np.abs(a - b).max()) for a, b in zip(expected, exact, strict=True)) > 1e-3
 
 
+def drawn(mode: str, form: str = "PNG", **options: Any) -> bytes:
+    """A picture in one of Pillow's modes; where it has an alpha channel, it fades from left to right."""
+    image, out = Image.open(io.BytesIO(picture(4, 90, 60))), io.BytesIO()
+    if mode.endswith("A"):
+        image.putalpha(Image.linear_gradient("L").rotate(90).resize(image.size))
+    (image if mode == image.mode else image.convert(mode)).save(out, form, **options)
+    return out.getvalue()
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # as a camera that was held on its side writes it
+ODD = {
+    **{f"mode {mode}": drawn(mode) for mode in ("1", "L", "LA", "P", "RGBA")},
+    "a palette with a colour that is transparent": drawn("P", transparency=3),
+    "inks": drawn("CMYK", "JPEG"),
+    "turned": drawn("RGB", "JPEG", exif=TURNED),
+    "turned and transparent": drawn("RGBA", "WEBP", lossless=True, exif=TURNED),
+    "of two frames": drawn("RGB", "GIF", save_all=True, append_images=[Image.new("RGB", (90, 60))]),
+}
+# The shortest side whose length is refused beside one pixel; processors with squares of one size refuse none.
+TOO_LONG = {"mistral3": 113, "internvl_qwen3": 10**9, "gemma3": 10**9}
+
+
 @pytest.mark.parametrize(
     ("family", "count"),
     [("qwen2_5_vl", 12), *(pytest.param(family, 1000, marks=pytest.mark.long) for family in VISION)],
 )
 def test_trainer_and_engine_read_images_of_any_size_as_the_same_tokens(tmp_path: Path, family: str, count: int) -> None:
-    """Other places are an error that names the row."""
-    sizes = np.random.default_rng(0).integers(8, 400, (count, 2)).tolist()
+    """Other places are an error that names the row, as are sizes that the model's processor refuses."""
+    drawn_sizes = np.exp(np.random.default_rng(0).uniform(0, np.log(400), (count, 2))).astype(int)
+    sizes = [(1, 1), (1, 100), (100, 1), (3, 3), (300, 1), (1, 5000), *map(tuple, drawn_sizes.tolist()), (30, 40)]
+    shown = [*ODD.items(), *((f"row {w}x{h}", picture(i, w, h)) for i, (w, h) in enumerate(sizes))]
     with RankPool(1, timeout_s=580.0, preloaded=False) as pool:
         pool.run(make_rows, family, tmp_path)
         spec = replace(engine_spec(small_config(tmp_path / "model")), vision=Vision(store=str(tmp_path / "images")))
-        wrong = pool.run(compare_tokens, spec, family, tmp_path, sizes)[0]
-    width, height = sizes[-1]
-    assert len(wrong) == 1
-    assert re.match(
-        rf"row {width}x{height}: image \w{{64}} has \d+ places from token \d+ on, but the engine reads", wrong[0]
-    )
+        *thin, wrong = pool.run(read_twice, spec, tmp_path, shown)[0]
+    longest = TOO_LONG.get(family, 201)
+    assert [each.split(":")[0] for each in thin] == [
+        f"row {w}x{h}" for w, h in sizes if max(w, h) >= longest * min(w, h)
+    ]
+    assert all(re.search(r"the model's processor refuses \d+ × \d+ pixels: .*; leave it out$", each) for each in thin)
+    assert re.match(r"row 30x40: image \w{64} has \d+ places from token \d+ on, but the engine reads", wrong)

@@ -211,6 +211,8 @@ VISION = {
             "moe_intermediate_size": 32,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
+            # Published, and read by vLLM alone.
+            "use_qk_norm": False,
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
         },
         vision={**_QWEN_VISION, "patch_size": 14, "image_size": 56},

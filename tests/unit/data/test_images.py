@@ -1,11 +1,13 @@
 """Images of rows: the forms that data have them in, what is refused, and the tokens by which a model reads them."""
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,7 +155,10 @@ def test_images_come_in_the_order_of_their_marks(tmp_path: Path, images: DataIma
         ({"prompt": LOOK, "images": [png()[:-30]]}, r"images\[0\]: the image does not open"),
         ({"prompt": LOOK, "images": [b"%!PS-Adobe-3.0 EPSF-3.0\n"]}, "does not open"),
         ({"prompt": LOOK, "images": [png(0, 20, 11)]}, "20 × 11 pixels, more than data.max_image_pixels=200; raise it"),
-        ({"prompt": chat({"type": "video", "video": "x"})}, "expected a part of type text, image or image_url"),
+        *(
+            ({"prompt": chat({"type": kind, kind: "x"})}, f"'type': '{kind}'.*, expected a part of type text, image or")
+            for kind in ("video", "video_url", "audio", "input_audio")
+        ),
         (
             {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]}
             | {"images": ["red.png"]},
@@ -192,6 +197,18 @@ def test_a_prompt_has_the_tokens_of_its_images(tmp_path: Path, images: DataImage
     images.keeps = True
     assert data[0].images
     assert images.reader.store.read(digest()) == png()
+
+
+@pytest.mark.parametrize(("room", "fits"), [(0, True), (-1, False)])
+def test_an_image_takes_its_tokens_of_the_limit_of_a_prompt(
+    tmp_path: Path, images: DataImages, room: int, fits: bool
+) -> None:
+    rows, encoder = files(tmp_path, {"answer": "1", "prompt": LOOK, "images": ["red.png"]}), tokenizer()
+    text = "<|im_start|>user\nlook  here<|im_end|>\n<|im_start|>assistant\n"
+    size = len(encoder(text)["input_ids"]) + 3
+    form = replace(FORM, max_prompt_tokens=size + room, on_long_prompt="error")
+    with contextlib.nullcontext() if fits else pytest.raises(DataError, match=rf"row 0.* {size} tokens"):
+        PromptDataset(rows.paths, encoder, form, images=images)
 
 
 @pytest.mark.parametrize("train_on", ["all", "each", "last", "every_token"])
