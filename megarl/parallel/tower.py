@@ -39,7 +39,7 @@ class VisionTower(torch.nn.Module):
         import_torchvision()
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(model)
+        config = transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         # Its language model is not built: it has no layers, and one token.
         text = config.text_config
         text.num_hidden_layers, text.vocab_size, text.pad_token_id, text.layer_types = 0, 1, None, []

@@ -24,25 +24,37 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 def open_image(image: bytes, max_pixels: int | None = None) -> "Image":
-    """Decode an image as transformers and vLLM do, upright as its file says.
+    """Decode an image as vLLM's server does: upright as its file says, and on white where it is transparent.
 
-    Raises ConfigError for bytes that are no image or a damaged one, and for too many pixels, before these take memory.
+    Raises ConfigError for bytes that are no image or a damaged one, for more than 8 bits a channel, and for too many
+    pixels, before these take memory.
     """
     from PIL import Image, ImageOps
 
     try:
         opened = Image.open(io.BytesIO(image), formats=_FORMATS)
         width, height = opened.size
-        if max_pixels is None or width * height <= max_pixels:
-            return ImageOps.exif_transpose(opened).convert("RGB")
+        if opened.mode[0] in "IF":
+            problem = (
+                f"is of Pillow's mode {opened.mode}, in which most greys would become white; write 8 bits a channel"
+            )
+        elif max_pixels is not None and width * height > max_pixels:
+            problem = (
+                f"has {width} × {height} pixels, more than data.max_image_pixels={max_pixels}; raise it, or make the "
+                "image smaller"
+            )
+        else:
+            upright = ImageOps.exif_transpose(opened)
+            if upright.mode == "RGB" or not upright.has_transparency_data:
+                return upright.convert("RGB")
+            upright, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
+            white.paste(upright, mask=upright.getchannel("A"))
+            return white
     # Damaged files cause many of Python's errors.
     except Exception as error:
         expected = f"expected a whole file of the formats {', '.join(_FORMATS)}"
         raise ConfigError(f"the image does not open: {reason_of(error)}; {expected}") from error
-    raise ConfigError(
-        f"the image has {width} × {height} pixels, more than data.max_image_pixels={max_pixels}; raise it, or make the "
-        "image smaller"
-    )
+    raise ConfigError(f"the image {problem}")
 
 
 def data_url(image: bytes) -> str:
@@ -86,9 +98,18 @@ class ImageReader:
         """Return the model's processor. This process must not have imported transformers before torchvision."""
         if self._loaded is None:
             import_torchvision()
-            from transformers import AutoProcessor
+            from transformers import AutoProcessor, dynamic_module_utils
 
-            loaded = AutoProcessor.from_pretrained(self._model, local_files_only=True, trust_remote_code=False)
+            # Where no file names a class, transformers would ask the terminal whether to run the directory's code.
+            dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+            try:
+                loaded = AutoProcessor.from_pretrained(self._model, local_files_only=True, trust_remote_code=False)
+            # Damaged files may cause any of Python's errors.
+            except Exception as error:
+                raise ConfigError(
+                    f"{self._model}: the processor of images does not load: {reason_of(error)}; expected the files of "
+                    "one that transformers itself has, since no code of a model is run"
+                ) from error
             if getattr(loaded.image_processor, "do_pan_and_scan", False):
                 raise ConfigError(
                     f"{self._model}: the processor reads further cuts of an image (do_pan_and_scan), which is not "

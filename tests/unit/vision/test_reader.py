@@ -1,16 +1,20 @@
 """Images by what they contain, and what a model reads of them."""
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from megarl.errors import ConfigError
 from megarl.vision import reader, torchvision_part
-from megarl.vision.reader import ImageReader
+from megarl.vision.reader import ImageReader, open_image
 from megarl.vision.store import ImageStore
 from tests.helpers.vision import PICTURES, make_vision_model
 
@@ -37,7 +41,7 @@ def test_an_image_that_is_absent_or_damaged_is_named(tmp_path: Path) -> None:
 READ = """
 from pathlib import Path
 import sys
-from megarl.vision.reader import ImageReader
+from megarl.vision.reader import ImageReader, open_image
 from megarl.vision.store import ImageStore
 found = ImageReader(Path(sys.argv[1]), ImageStore(Path(sys.argv[2])))
 for digest in sys.argv[3:]:
@@ -73,6 +77,56 @@ def test_what_is_no_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found.read(store.put(b"no image"))
 
 
+@pytest.mark.parametrize(
+    ("mode", "pixel", "options", "seen"),
+    [
+        # A fifth of the colour over four fifths of white.
+        ("RGBA", (55, 105, 0, 51), {}, (215, 225, 204)),
+        ("LA", (55, 51), {}, (215, 215, 215)),
+        ("RGBA", (1, 2, 3, 0), {}, (255, 255, 255)),
+        ("P", 3, {"transparency": 3}, (255, 255, 255)),
+        ("P", 4, {"transparency": 3}, (12, 13, 14)),
+        ("L", 7, {}, (7, 7, 7)),
+        ("1", 1, {}, (255, 255, 255)),
+    ],
+)
+def test_what_is_transparent_is_white(
+    mode: str, pixel: tuple[int, ...] | int, options: dict[str, int], seen: tuple[int, int, int]
+) -> None:
+    out, image = io.BytesIO(), Image.new(mode, (2, 1), pixel)
+    if mode == "P":
+        image.putpalette([*range(256)] * 3)
+    image.save(out, "PNG", **options)
+    shown = open_image(out.getvalue())
+    assert (shown.mode, shown.size, shown.getpixel((1, 0))) == ("RGB", (2, 1), seen)
+
+
+@pytest.mark.parametrize(("kind", "form", "mode"), [("<u2", "PNG", "I;16"), ("<i4", "TIFF", "I"), ("<f4", "TIFF", "F")])
+def test_more_than_eight_bits_a_channel_are_refused(kind: str, form: str, mode: str) -> None:
+    """Pillow would cut greys at 255."""
+    out = io.BytesIO()
+    Image.fromarray(np.full((2, 2), 4096, kind)).save(out, form)
+    with pytest.raises(ConfigError, match=f"the image is of Pillow's mode {mode}, in which .*; write 8 bits a channel"):
+        open_image(out.getvalue())
+
+
+def test_a_processor_that_brings_code_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, transformers asks the terminal where no file names the processor's class."""
+    mark, named = tmp_path / "mark", {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}
+    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(named))
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 15)
+    monkeypatch.setattr(reader, "import_torchvision", lambda: None)
+    with pytest.raises(ConfigError, match=r"the processor of images does not load: Loading .*, since no code of a"):
+        ImageReader(tmp_path, ImageStore(tmp_path)).processor  # noqa: B018
+    assert not mark.exists()
+
+
 def test_further_cuts_of_an_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts = SimpleNamespace(image_processor=SimpleNamespace(do_pan_and_scan=True))
     monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda *_, **__: cuts)
@@ -84,10 +138,6 @@ def test_further_cuts_of_an_image_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def _turned(data: bytes) -> bytes:
-    import io
-
-    from PIL import Image
-
     image, out = Image.open(io.BytesIO(data)), io.BytesIO()
     exif = image.getexif()
     exif[0x0112] = 6  # as a camera that was held on its side writes it
