@@ -35,9 +35,7 @@ def open_image(image: bytes, max_pixels: int | None = None) -> "Image":
         opened = Image.open(io.BytesIO(image), formats=_FORMATS)
         width, height = opened.size
         if opened.mode[0] in "IF":
-            problem = (
-                f"is of Pillow's mode {opened.mode}, in which most greys would become white; write 8 bits a channel"
-            )
+            problem = f"has Pillow's mode {opened.mode}, of which most greys would be white; write 8 bits a channel"
         elif max_pixels is not None and width * height > max_pixels:
             problem = (
                 f"has {width} × {height} pixels, more than data.max_image_pixels={max_pixels}; raise it, or make the "

@@ -156,7 +156,8 @@ MOST_LINES = {
     "train": 5030,
     # 124 for images of rows, 126 for towers by their files' headers.
     "types": 2470,
-    "vision": 240,
+    # 12 for transparent images, deep ones, and processors that bring code.
+    "vision": 252,
     "weights": 4290,
     "megarl_answers": 2960,
     # 280 for the soak of runs.
@@ -164,7 +165,7 @@ MOST_LINES = {
     "megarl_lab": 6280,
     "megarl_sandbox": 3230,
 }
-MOST_LINES_TOGETHER = 98_725
+MOST_LINES_TOGETHER = 98_745
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 15

@@ -106,7 +106,7 @@ def test_more_than_eight_bits_a_channel_are_refused(kind: str, form: str, mode: 
     """Pillow would cut greys at 255."""
     out = io.BytesIO()
     Image.fromarray(np.full((2, 2), 4096, kind)).save(out, form)
-    with pytest.raises(ConfigError, match=f"the image is of Pillow's mode {mode}, in which .*; write 8 bits a channel"):
+    with pytest.raises(ConfigError, match=f"the image has Pillow's mode {mode}, of which .*; write 8 bits a channel"):
         open_image(out.getvalue())
 
 
