@@ -10,6 +10,7 @@ starts nothing and measures what is there, also of runs under way.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -143,8 +144,8 @@ def count_files(places: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
                 path = Path(directory, file)
                 entry = found[name + path.relative_to(root).parts[0] if name.endswith("/") else name]
                 entry[0] += 1
-                # A file may be gone meanwhile, and a socket has no size.
-                entry[1] += path.lstat().st_size if path.exists() else 0
+                with contextlib.suppress(FileNotFoundError):  # It may be gone meanwhile.
+                    entry[1] += path.lstat().st_size
     return {entry: (count, size) for entry, (count, size) in sorted(found.items())}
 
 
@@ -170,12 +171,9 @@ def run_steps(out: Path, name: str, num_steps: int, settings: Sequence[str]) -> 
         (out / f"{name}.log").open("w", encoding="utf-8") as log,
         (out / f"{name}-files.jsonl").open("w", encoding="utf-8", buffering=1) as notes,
     ):
-        noted, process = (
-            0,
-            subprocess.Popen(
-                [*command, *overrides, "--overwrite"], stdout=log, stderr=log, env=os.environ | {"TMPDIR": temporary}
-            ),
-        )
+        command += [*overrides, "--overwrite"]
+        noted, environment = 0, os.environ | {"TMPDIR": temporary}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         while True:
             try:
                 return process.wait(FILES_EVERY_S)

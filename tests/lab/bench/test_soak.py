@@ -40,3 +40,13 @@ def test_files_are_counted_by_what_lies_in_a_directory(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(size))
     assert count_files({"RUN/": tmp_path}) == {"RUN/a": (2, 7), "RUN/b": (1, 5)}
     assert count_files({"all": tmp_path}) == {"all": (3, 12)}
+
+
+def test_a_file_that_goes_meanwhile_does_not_end_a_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(bytes(3))
+
+    def gone(path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "lstat", gone)
+    assert count_files({"all": tmp_path}) == {"all": (1, 0)}
