@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from megarl.environments.chat import Chat
 from megarl.environments.chat_requests import RequestError
 from megarl.environments.dialects import DIALECTS, Dialect
-from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError, trust
+from megarl.host.http_server import BoundedServer, JsonReader, RequestRefusedError
 from megarl.host.listeners import LOOPBACK, hold_port
 
 # A conversation of some millions of tokens.
@@ -29,6 +28,15 @@ KEEP_ALIVE_S = 24 * 3600
 # The only model of the list, with the fields of OpenAI and of Anthropic.
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "megarl", "type": "model"}
 _MODEL |= {"display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}
+# By route, its dialect, and whether it counts tokens. Clients are given a base URL with or without /v1, and some add
+# one.
+_ROUTES = {
+    f"{base}{path}": (dialect, path == dialect.count_path)
+    for base in ("", "v1/", "v1/v1/")
+    for dialect in DIALECTS
+    for path in (dialect.path, dialect.count_path)
+    if path
+}
 # The routes to which clients send what they record of themselves.
 _TELEMETRY = ("api/event_logging", "v1/traces", "v1/metrics", "v1/logs")
 
@@ -39,16 +47,8 @@ class ChatServer(BoundedServer):
     def __init__(self) -> None:
         self._chats: dict[str, Chat] = {}
         self._bodies = JsonReader(MAX_REQUEST_BYTES)
-        # Clients are given a base URL with or without /v1, and some add one.
-        paths = [(dialect, path) for dialect in DIALECTS for path in (dialect.path, dialect.count_path) if path]
-        routes = [
-            Route(f"/s/{{key}}{base}/{path}", functools.partial(self._complete, dialect), methods=["POST"])
-            for base in ("", "/v1", "/v1/v1")
-            for dialect, path in paths
-        ]
-        rest = Route("/s/{key}{path:path}", self._rest, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
         super().__init__(
-            Starlette(routes=[*routes, rest]),
+            self._serve_request,
             "agents_endpoint",
             timeout_keep_alive=KEEP_ALIVE_S,
             # Else uvicorn would change the logging of the whole process.
@@ -87,18 +87,31 @@ class ChatServer(BoundedServer):
         """Leave signals to the process."""
         yield
 
-    async def _complete(self, dialect: Dialect, request: Request) -> Response:
-        """Answer a request for a turn, or count its tokens."""
-        chat = self._chats.get(request.path_params["key"])
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an ASGI application does."""
+        request = Request(scope, receive, send)
+        _, base, key, path = (*scope["path"].split("/", 3), "", "", "")[:4]
+        chat = self._chats.get(key) if base == "s" else None
+        dialect, is_count = _ROUTES.get(path, (None, False)) if scope["method"] == "POST" else (None, False)
         if chat is None:
-            return _nobody(dialect)
-        trust(request)
+            said = _dialect_in(path).error(404, "there is no such conversation, or it has ended")
+            response: Response = JSONResponse(said, status_code=404)
+        else:
+            scope["state"]["connection"].trust()
+            if dialect is None:
+                response = _rest(chat, scope["method"], path.strip("/"))
+            else:
+                response = await self._complete(chat, dialect, request, is_count=is_count)
+        await response(scope, receive, send)
+
+    async def _complete(self, chat: Chat, dialect: Dialect, request: Request, *, is_count: bool) -> Response:
+        """Answer a request for a turn, or count its tokens."""
         try:
             body = await self._bodies.read(request)
             if not isinstance(body, Mapping):
                 raise RequestError(f"the body is {type(body).__name__}, expected an object")
             asked = dialect.read(body, chat)
-            if dialect.count_path and request.url.path.endswith(dialect.count_path):
+            if is_count:
                 return JSONResponse(dialect.count(chat.num_tokens(asked)))
             completion = await chat.ask(
                 asked, request.is_disconnected, id_prefix=dialect.id_prefix, has_thoughts=dialect.has_thoughts
@@ -115,25 +128,6 @@ class ChatServer(BoundedServer):
             return JSONResponse(written)
         return StreamingResponse(dialect.events(written, body), media_type="text/event-stream")
 
-    async def _rest(self, request: Request) -> Response:
-        """Answer all requests but those for a turn: lists of models, telemetry, and what this server does not have."""
-        path = request.path_params["path"].strip("/")
-        chat = self._chats.get(request.path_params["key"])
-        dialect = next((each for each in DIALECTS if each.path in path), DIALECTS[0])
-        if chat is None:
-            return _nobody(dialect)
-        trust(request)
-        if request.method in ("GET", "HEAD") and (not path or "models" in path.split("/")):
-            name = path.rpartition("models")[2].strip("/")
-            return JSONResponse(
-                _MODEL | {"id": name} if name else {"object": "list", "data": [_MODEL], "has_more": False}
-            )
-        if request.method == "POST" and path.startswith(_TELEMETRY):
-            return Response(status_code=204)
-        known = ", ".join(f"POST /v1/{each.path}" for each in DIALECTS)
-        said = f"there is no {request.method} /{path} here; there are {known} and GET /v1/models"
-        return _refusal(chat, dialect, 404, said)
-
 
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, ChatServer] = WeakKeyDictionary()
 
@@ -146,9 +140,20 @@ def chat_server() -> ChatServer:
     return _SERVERS[loop]
 
 
-def _nobody(dialect: Dialect) -> Response:
-    """Return the error of a key that no chat has."""
-    return JSONResponse(dialect.error(404, "there is no such conversation, or it has ended"), status_code=404)
+def _dialect_in(path: str) -> Dialect:
+    return next((each for each in DIALECTS if each.path in path), DIALECTS[0])
+
+
+def _rest(chat: Chat, method: str, path: str) -> Response:
+    """Answer a request that is not for a turn: lists of models, telemetry, and what this server does not have."""
+    if method in ("GET", "HEAD") and (not path or "models" in path.split("/")):
+        name = path.rpartition("models")[2].strip("/")
+        return JSONResponse(_MODEL | {"id": name} if name else {"object": "list", "data": [_MODEL], "has_more": False})
+    if method == "POST" and path.startswith(_TELEMETRY):
+        return Response(status_code=204)
+    known = ", ".join(f"POST /v1/{each.path}" for each in DIALECTS)
+    said = f"there is no {method} /{path} here; there are {known} and GET /v1/models"
+    return _refusal(chat, _dialect_in(path), 404, said)
 
 
 def _refusal(chat: Chat, dialect: Dialect, status: int, message: str) -> Response:

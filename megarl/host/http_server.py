@@ -13,8 +13,8 @@ from tempfile import SpooledTemporaryFile
 from typing import Any, NoReturn
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -79,10 +79,11 @@ def bound(server: uvicorn.Server, listener: str, *, max_strangers: int = MAX_STR
 class BoundedServer(uvicorn.Server):
     """A uvicorn server with the bounds of `bound`; settings: further ones of uvicorn."""
 
-    def __init__(self, app: Starlette, listener: str, *, max_strangers: int = MAX_STRANGERS, **settings: Any) -> None:
+    def __init__(self, app: ASGIApp, listener: str, *, max_strangers: int = MAX_STRANGERS, **settings: Any) -> None:
         # A line for each malformed request would let clients fill the log.
         config = uvicorn.Config(
             app,
+            interface="asgi3",
             lifespan="off",
             log_level="error",
             access_log=False,
@@ -109,13 +110,17 @@ class JsonReader:
     async def read(self, request: Request) -> object:
         """Return the JSON of a request. Raises RequestRefusedError for what is too large, or is not JSON in UTF-8."""
         too_large = RequestRefusedError(413, f"got more than {self._max_bytes} bytes; send less at a time")
+        content = b""
         with SpooledTemporaryFile(MEMORY_BYTES) as body:
             self._unfinished.add(body)
             try:
                 # Python refuses numbers of thousands of digits.
-                if int(request.headers.get("content-length", "0")) > self._max_bytes:
+                if (num_bytes := int(request.headers.get("content-length", "0"))) > self._max_bytes:
                     raise too_large
                 async for part in request.stream():
+                    if content or len(part) == num_bytes:
+                        content = content or part  # All of it has come at once, and is in memory.
+                        continue
                     if body.closed:
                         raise RequestRefusedError(503, "the service has no room for the body; try again")
                     body.write(part)
@@ -126,8 +131,9 @@ class JsonReader:
                         largest = max(self._unfinished, key=lambda body: body.tell())
                         self._unfinished.remove(largest)
                         largest.close()
-                body.seek(0)
-                content = body.read()
+                if not content:
+                    body.seek(0)
+                    content = body.read()
             except ClientDisconnect:
                 raise RequestRefusedError(400, "the connection ended within the body") from None
             except ValueError as error:
@@ -137,8 +143,8 @@ class JsonReader:
             finally:
                 self._unfinished.discard(body)
         try:
-            parsed = json.loads(content.decode(), parse_constant=_refuse_constant)
-            if b"\\ud" in content.lower():
+            parsed = _DECODER.decode(content.decode())
+            if b"\\ud" in content or b"\\uD" in content:
                 # JSON can spell half a character, which no tokenizer and no answer takes.
                 json.dumps(parsed, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -152,6 +158,9 @@ class JsonReader:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 class _Connections(ServerState):
