@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from megarl.data.harmony import in_channels, is_harmony, template_fields
+from megarl.data.pieces import encode_texts
 from megarl.data.thoughts import after_prompt, has_thought
 from megarl.data.tokenizer_files import check_copies, parse_template, read_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -87,8 +88,7 @@ def encode_chats(
     texts = render_chats(
         tokenizer, chats, add_generation_prompt=add_generation_prompt, prefill=prefill, tools=tools, places=places
     )
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids
+    return encode_texts(tokenizer, texts)
 
 
 def long_prompt_error(

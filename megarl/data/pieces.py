@@ -16,7 +16,21 @@ _NEIGHBOURS = ("\n", "a", ".", "1", " ")
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Encode a text as it is, without the tokens that a tokenizer adds to texts that are not chats."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode_texts(tokenizer, [text])[0]
+
+
+def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts as `encode` does, in one call, as a call costs more than a text."""
+    from transformers import PreTrainedTokenizerFast as Usual  # takes a second of each process that encodes nothing
+
+    kind = type(tokenizer)
+    if issubclass(kind, Usual) and (kind.__call__, kind._encode_plus) == (Usual.__call__, Usual._encode_plus):
+        library = tokenizer.backend_tokenizer
+        settings = (library.truncation, library.padding, library.encode_special_tokens, tokenizer.split_special_tokens)
+        if settings == (None, None, False, False):
+            # The same tokens; transformers also has the place of each in the text looked up, which takes as long.
+            return [each.ids for each in library.encode_batch_fast(list(texts), add_special_tokens=False)]
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
 
@@ -35,8 +49,7 @@ def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str], *
         context = contexts[-1] + piece
         contexts.append(context[max(context.rfind(mark), 0) :] if mark else context)
     texts = list(dict.fromkeys([*contexts[:-1], *map("".join, zip(contexts, pieces, strict=False))]))
-    # One call for all texts, as a call costs more than a text.
-    ids = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    ids = dict(zip(texts, encode_texts(tokenizer, texts), strict=True))
     found: list[list[int]] = []
     for context, piece in zip(contexts, pieces, strict=False):
         before, whole = ids[context], ids[context + piece]

@@ -61,7 +61,7 @@ class InterTurnTokens:
         if not isinstance(message.content, str):
             raise TypeError(f"a reply's content is {type(message.content).__name__}, expected a text")
         content = self._special_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", readable(message.content))
-        return replace(message, content=content)
+        return message if content == message.content else replace(message, content=content)
 
     def between(self, replies: Sequence[Message], *, last_token: int, turn: str = "") -> list[int]:
         """Return the tokens from an answer to the next one, with `replies`, made `plain`, between them.
