@@ -80,6 +80,7 @@ class AgentEnvironment(Environment):
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         self._chat.count_tokens, self._chat.read_image = self.count_tokens, self.read_image
         self._running = asyncio.ensure_future(contained(self._call(prompt, chat_server().open(self._chat))))
+        self._running.add_done_callback(lambda _: self._chat.end())
         if (asked := await self._next_question(self._running)) is None:
             raise RuntimeError("the agent ended without a request")
         return asked.context
@@ -96,7 +97,7 @@ class AgentEnvironment(Environment):
             )
         returned = self._running.result()
         found: dict[str, object] = {f"branches_{cause}": count for cause, count in self._chat.branches.items()}
-        counts = {"refused_requests": self._chat.num_refused, "changed_calls": len(self._chat.changed)}
+        counts = {"refused_requests": self._chat.num_refused, "changed_calls": len(self._chat.messages.changed)}
         found |= {name: count for name, count in counts.items() if count}
         if returned is None or isinstance(returned, int | float):
             return Reply(done=True, reward=float(returned or 0), num_calls=num_calls, details=found)
@@ -136,19 +137,14 @@ class AgentEnvironment(Environment):
 
         Raises its error if it failed.
         """
-        asked = asyncio.ensure_future(self._chat.next_questions())
-        try:
-            await asyncio.wait([asked, running], return_when=asyncio.FIRST_COMPLETED)
-            # An agent may end with an error because its request was wrong: the request says more.
-            if asked.done():
-                first, *self.beside = asked.result()
-                self.max_turn_tokens, self.num_tries = first.max_turn_tokens, first.num_tries
-                self.tools, self.trains, self.stop = first.tools, first.trains, first.stop
-                return first
+        if not (asked := await self._chat.next_questions()):
             running.result()
             return None
-        finally:
-            asked.cancel()
+        # An agent may end with an error because its request was wrong: the request says more.
+        first, *self.beside = asked
+        self.max_turn_tokens, self.num_tries = first.max_turn_tokens, first.num_tries
+        self.tools, self.trains, self.stop = first.tools, first.trains, first.stop
+        return first
 
 
 async def _ask_program(

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import functools
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -168,9 +168,9 @@ class CallThreads(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Do nothing: event loops come and go, and none of them waits for the threads."""
 
-    def late(self) -> Counter[str]:
-        """Count the calls that go on although nobody waits for them, by the functions' names."""
-        return Counter(call.name for call in list(self._late) if call.thread.is_alive())
+    def late(self) -> list[str]:
+        """Return the functions' names of the calls that go on although nobody waits for them."""
+        return [call.name for call in list(self._late) if call.thread.is_alive()]
 
     def give_up(self, call: _Call) -> None:
         """Let another call have this one's place."""
@@ -225,8 +225,8 @@ class CallThreads(ThreadPoolExecutor):
 THREADS, AGENT_THREADS = CallThreads(MOST_CALLS), CallThreads(MOST_AGENTS)
 
 
-def late_calls() -> Counter[str]:
-    """Return how many calls of this process's environments go on that nobody waits for, by the functions' names."""
+def late_calls() -> list[str]:
+    """Return the functions' names of the calls of this process's environments that go on although nobody waits."""
     return THREADS.late() + AGENT_THREADS.late()
 
 

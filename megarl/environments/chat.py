@@ -20,11 +20,12 @@ from megarl.data.harmony import read_channels
 from megarl.data.thoughts import split_thought
 from megarl.environments.base import Action, SideRequest, TokenCounter
 from megarl.environments.chat_requests import (
+    MessageReader,
+    Repeated,
     RequestError,
     Said,
     before_stop,
     read_message,
-    read_messages,
     read_stop,
     refuse_fields,
 )
@@ -74,7 +75,6 @@ class Chat:
     turns: by the id of each completion, the turns that are its choices.
     stored: by such an id, how many messages before its chat were instructions, where clients may go on by it alone.
     branches: how many requests began a chat of their own, by the cause. num_refused: requests that were not answered.
-    changed: the calls of answers that came back with other arguments, by their ids.
     """
 
     def __init__(self, parse: Parser | None, untrained_models: Sequence[str] = ()) -> None:
@@ -91,13 +91,12 @@ class Chat:
         self._tools: list[Tools] = []
         # The text of an answered turn, by the message that was sent.
         self._texts: dict[Said, str] = {}
-        # The answers with calls, by the ids of these.
-        self._calling: dict[tuple[str, ...], Said] = {}
+        self.messages, self.translated = MessageReader(), Repeated[list[dict[str, object]]]()
         self.turns: dict[str, list[int]] = {}
         self.stored: dict[str, int] = {}
         # By the id of each completion, the place of its request, and its answer with the ids of its calls.
         self._ends: dict[str, tuple[int, Said]] = {}
-        self.branches, self.num_refused, self.changed = Counter[str](), 0, set[tuple[str, ...]]()
+        self.branches, self.num_refused = Counter[str](), 0
         self.count_tokens: TokenCounter | None = None
         self.read_image: Callable[[object], str] | None = None
         # Requests that wait for the policy, and those that it answers now, since when.
@@ -108,14 +107,22 @@ class Chat:
         # By turn, how many requests its answer may bring; how many may come together, and how long they are waited for.
         self._weights: dict[int, int] = {}
         self._num_expected, self._patience_s, self._gather_until = 0, GATHER_S, math.inf
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
+
+    def end(self) -> None:
+        """Note that the agent has ended, and asks for nothing more."""
+        self._has_ended = True
+        self._arrived.set()
 
     async def next_questions(self) -> list[SideRequest]:
-        """Wait for the agent to ask for turns, and return all that it asks for together, in an order of their own.
+        """Wait for the agent to ask for turns, and return all that it asks for together, in an order of their own; none
+        if it ends first.
 
         How soon each arrived makes no difference to it.
         """
         while not self._is_gathered():
+            if self._has_ended:
+                return []
             self._arrived.clear()
             left_s = self._gather_until - awake_s() if self._waiting else None
             with contextlib.suppress(TimeoutError):
@@ -258,7 +265,7 @@ class Chat:
         if content != action.text:
             self._texts[answer] = action.text
         if calls:
-            self._calling[answer.call_ids] = answer
+            self.messages.calling[answer.call_ids] = answer
         reason = "tool_calls" if calls else "length" if is_cut else "stop"
         return {"index": index, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
 
@@ -330,17 +337,10 @@ class Chat:
         if self._is_closed:
             raise RequestError("the conversation has ended")
         refuse_fields(body)
-        said, tools = [self._known(each) for each in read_messages(body, self.read_image)], body.get("tools") or []
+        said, tools = self.messages.read(body.get("messages"), self.read_image), body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError(f"tools is {str(tools)[:80]}, expected a list of objects")
         return said, next((each for each in self._tools if each == tools), tools)
-
-    def _known(self, said: Said) -> Said:
-        """Return a message, or the answer that it is by the ids of its calls: clients may change arguments."""
-        known = self._calling.get(said.call_ids, said)
-        if known != said:
-            self.changed.add(said.call_ids)
-        return known
 
     def close(self) -> None:
         """End all chats: who still waits for an answer gets none."""

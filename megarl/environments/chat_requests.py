@@ -5,10 +5,12 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megarl.data.images import read_parts, shows_image
 from megarl.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 # Fields of a request, vLLM's among them, that ask for what a policy in training cannot have, with the values that do
 # not. Every other field that is not read, such as temperature, is ignored: the run's settings decide how turns are
@@ -28,6 +30,8 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
 }
 MOST_STOPS, MOST_STOP_CHARS = 16, 1000
+# As many sub-agents may take turns such that what each one's requests repeat is recognised.
+MOST_REPEATED = 8
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -87,19 +91,22 @@ def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text[:place], found
 
 
-def in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
+def in_order_of_calls(messages: Sequence[Any], first: int = 0) -> list[Any]:
     """Return messages with the results of each turn's calls in the order of its calls, by which templates tell them
     apart. Raises RequestError for results that belong to no call, and for calls of which only some have one.
+
+    first: the number of the first one, for errors.
     """
-    ordered, ids = list[Any](), list[Any]()
+    ordered: list[Any] = []
+    ids: list[Any] = []
     for is_result, group in itertools.groupby(messages, lambda message: _field(message, "role") == "tool"):
         run = list(group)
         named = [_field(message, "tool_call_id") for message in run]
         if is_result and ids and all(named):
             if sorted(map(str, named)) != sorted(map(str, ids)):
                 raise RequestError(
-                    f"messages[{len(ordered)}] has results of the calls {named}, expected one of each call before it, "
-                    f"{ids}"
+                    f"messages[{first + len(ordered)}] has results of the calls {named}, expected one of each call "
+                    f"before it, {ids}"
                 )
             run.sort(key=lambda message: ids.index(message["tool_call_id"]))
         ordered += run
@@ -107,22 +114,68 @@ def in_order_of_calls(messages: Sequence[Any]) -> list[Any]:
     return ordered
 
 
-def read_messages(body: Mapping[str, Any], read_image: Callable[[object], str] | None) -> list[Said]:
-    """Read what counts of a request's messages, of which some may have been read.
+class Repeated(Generic[T]):
+    """The messages of the last requests of a sample as they were sent, with what was made of the first of them."""
 
-    Raises RequestError if there are none, and as `read_message` does.
+    def __init__(self) -> None:
+        self._kept: list[tuple[list[Any], list[T]]] = []
+
+    def find(self, messages: list[Any]) -> tuple[list[Any], list[T]]:
+        """Return what a request repeats: all messages of an earlier one, with what was made of these; else nothing."""
+        return next((each for each in self._kept if messages[: len(each[0])] == each[0]), ([], []))
+
+    def keep(self, messages: list[Any], made: list[T], before: list[Any]) -> None:
+        """Keep a request in the place of the one that it repeats, so that texts are kept once."""
+        others = [each for each in self._kept if each[0] is not before]
+        self._kept = [([*before, *messages[len(before) :]], made), *others][:MOST_REPEATED]
+
+
+class MessageReader:
+    """Reads the messages of a sample's requests, in time that grows with what is new in them.
+
+    calling: the answers with calls, by the ids of these. changed: those that came back with other arguments, by the
+    same.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages is missing or empty, expected the whole conversation so far")
-    ordered = enumerate(in_order_of_calls(messages))
-    return [each if isinstance(each, Said) else read_message(each, f"messages[{i}]", read_image) for i, each in ordered]
+
+    def __init__(self) -> None:
+        self.calling: dict[tuple[str, ...], Said] = {}
+        self.changed = set[tuple[str, ...]]()
+        # Those up to the last answer of a request.
+        self._repeated = Repeated[Said]()
+
+    def read(self, messages: object, read_image: Callable[[object], str] | None) -> list[Said]:
+        """Read what counts of a request's messages, of which some may have been read.
+
+        Raises RequestError if there are none, and as `read_message` does.
+        """
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages is missing or empty, expected the whole conversation so far")
+        before, known = self._repeated.find(messages)
+        # Results of tools follow the last answer that is known.
+        num = max(len(known) - 1, 0)
+        ordered = enumerate(in_order_of_calls([*known[num:], *messages[len(known) :]], num), num)
+        read = [
+            each if isinstance(each, Said) else read_message(each, f"messages[{i}]", read_image) for i, each in ordered
+        ]
+        said = [*known[:num], *map(self._as_written, read)]
+        # Images as they are sent are large.
+        if not any(each.images for each in said):
+            num_known = max((i for i, each in enumerate(said, 1) if each.role == "assistant"), default=0)
+            self._repeated.keep(messages, said[:num_known], before)
+        return said
+
+    def _as_written(self, said: Said) -> Said:
+        """Return a message, or the answer that it is by the ids of its calls: clients may change arguments."""
+        known = self.calling.get(said.call_ids, said)
+        if known != said:
+            self.changed.add(said.call_ids)
+        return known
 
 
 def _field(message: object, name: str) -> Any:
     if isinstance(message, Said):
-        return {"role": message.role, "tool_calls": [{"id": each} for each in message.call_ids]}.get(name)
-    return message.get(name) if isinstance(message, Mapping) else None
+        return message.role if name == "role" else name == "tool_calls" and [{"id": each} for each in message.call_ids]
+    return message.get(name) if isinstance(message, dict) else None
 
 
 def _no_image(_: object) -> str:
@@ -134,16 +187,10 @@ def read_message(message: object, place: str, read_image: Callable[[object], str
 
     Raises RequestError for parts of other types, and for images that cannot be read.
     """
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"{place} is {str(message)[:80]}, expected an object with a role among {', '.join(ROLES)}")
     content = message.get("content") or ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not all(isinstance(each, Mapping) and (each.get("type") == "text" or shows_image(each)) for each in parts):
-        raise RequestError(f"{place}.content has a part that is neither text nor an image, expected these alone")
-    try:
-        text, images = read_parts(parts, read_image or _no_image)
-    except (ConfigError, DataError) as error:
-        raise RequestError(f"{place}.content: {error}") from error
+    text, images = (content, ()) if isinstance(content, str) else _read_content(content, place, read_image)
     if images and message["role"] == "assistant":
         raise RequestError(f"{place}.content has an image, expected text alone, as the policy writes no other")
     calls = []
@@ -152,7 +199,7 @@ def read_message(message: object, place: str, read_image: Callable[[object], str
         arguments = function.get("arguments", "")
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             # Clients may write the same arguments in another way; JavaScript's have no 1.0.
-            arguments = json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
+            arguments = _ENCODER.encode(_DECODER.decode(arguments))
         calls.append((str(function.get("name")), str(arguments)))
     # Clients may also strip the answers that they repeat.
     return Said(
@@ -164,7 +211,23 @@ def read_message(message: object, place: str, read_image: Callable[[object], str
     )
 
 
+def _read_content(
+    parts: Sequence[object], place: str, read_image: Callable[[object], str] | None
+) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a message's parts, and the digests of its images."""
+    known = [each for each in parts if isinstance(each, dict) and (each.get("type") == "text" or shows_image(each))]
+    if len(known) < len(parts):
+        raise RequestError(f"{place}.content has a part that is neither text nor an image, expected these alone")
+    try:
+        return read_parts(known, read_image or _no_image)
+    except (ConfigError, DataError) as error:
+        raise RequestError(f"{place}.content: {error}") from error
+
+
 def _number(digits: str) -> float | int:
     """Return a number as JavaScript would write it."""
     value = float(digits)
     return int(value) if value.is_integer() else value
+
+
+_DECODER, _ENCODER = json.JSONDecoder(parse_float=_number), json.JSONEncoder(sort_keys=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -157,24 +158,25 @@ class EnvironmentWorker:
             said = await (environment.reply(actions[0]) if len(actions) == 1 else environment.choose(actions))
             live.asked = []
             rewards = _rewards(live, actions, said)
-            follows = EpisodeReply()
+            follows: dict[str, Any] = {}
             if not said.done:
                 follows = self._following(live, actions, said, environment.tools)
-            return replace(
-                follows,
+                follows |= self._next_turns(live)
+            return EpisodeReply(
                 done=bool(said.done),
                 reward=rewards.pop(actions[-1].turn, 0.0),
                 rewards=rewards,
                 num_calls=int(said.num_calls),
                 details=said.details,
-                **({} if said.done else self._next_turns(live)),
+                **follows,
             )
 
         return await self._limited(reply, left_s=self._config.episode_timeout_s - (awake_s() - live.began))
 
     def _next_turns(self, live: _Conversation) -> dict[str, Any]:
         """Return what an environment says of the turns that the policy writes next, as fields of a reply."""
-        most, beside, live.asked = self._config.max_turns, list[EpisodeReply](), []
+        most, live.asked = self._config.max_turns, []
+        beside: list[EpisodeReply] = []
 
         def fields(said: Environment | SideRequest) -> dict[str, Any]:
             if not 1 <= said.num_tries <= most:
@@ -188,7 +190,7 @@ class EnvironmentWorker:
         for each in live.environment.beside:
             said = Reply(messages=each.messages, after_turn=each.after_turn, context=each.context)
             follows = self._following(live, (), said, each.tools)
-            beside.append(replace(follows, **fields(each)))
+            beside.append(EpisodeReply(**follows, **fields(each)))
         return {**told, "beside": tuple(beside)}
 
     def _count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> int:
@@ -203,8 +205,10 @@ class EnvironmentWorker:
 
     def _following(
         self, live: _Conversation, actions: Sequence[Action], said: Reply, tools: Sequence[Mapping[str, object]]
-    ) -> EpisodeReply:
-        """Return the tokens that the policy reads after a turn or its tries, and where they stand."""
+    ) -> dict[str, Any]:
+        """Return, as fields of a reply, the tokens that the policy reads after a turn or its tries, and where they
+        stand.
+        """
         if not said.messages and not said.context:
             raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
         role, inter_turn, is_rendered = self._config.tool_role, self._inter_turn, self._config.history == "rendered"
@@ -217,14 +221,12 @@ class EnvironmentWorker:
         if after not in live.turns and not (said.context and after is None):
             raise ValueError(f"after_turn is {after}, expected a turn so far: {sorted(live.turns)}")
         live.hear(plain, None if said.context else after)
-        part = live.part if is_rendered else None
+        told = {"after_turn": after, "part": live.part if is_rendered else None}
         if said.context:
             # Nothing in it is an observation, as it repeats what was said before.
             texts = () if self._spec.marks_texts else None
             shown, images, _ = self._opening(plain, tools)
-            return EpisodeReply(
-                token_ids=shown, images=images, observed=texts, is_context=True, after_turn=after, part=part
-            )
+            return told | {"token_ids": shown, "images": images, "observed": texts, "is_context": True}
         assert after is not None, "messages follow a turn"
         last_token, chat = live.turns[after]
         turn, num_repeated = chat[-1].content, 0
@@ -234,19 +236,14 @@ class EnvironmentWorker:
             written, whole = inter_turn.text(chat[:-1], tools) + chat[-1].content, partial(inter_turn.text, tools=tools)
             if not whole(live.chat).startswith(written):
                 ids, render, num_repeated = inter_turn.opening(live.chat, tools), whole, len(chat)
-        own_texts, read = list[tuple[int, int]](), live.chat[len(chat) - num_repeated :]
+        own_texts: list[tuple[int, int]] = []
+        read = live.chat[len(chat) - num_repeated :]
         if self._spec.marks_texts:
             own = [num_repeated + i for i, m in enumerate(messages) if m.role != "assistant" and i not in said.warnings]
             own_texts = inter_turn.own_texts(ids, read, own, render)
         shown, images, observed = self._images.expanded(ids, read, own_texts)
-        return EpisodeReply(
-            token_ids=shown,
-            images=images,
-            observed=observed if self._spec.marks_texts else None,
-            is_context=num_repeated > 0,
-            after_turn=after,
-            part=part,
-        )
+        own_places = observed if self._spec.marks_texts else None
+        return told | {"token_ids": shown, "images": images, "observed": own_places, "is_context": num_repeated > 0}
 
     async def close(self, key: int) -> None:
         """End a conversation; nothing that its environment does counts any more."""
@@ -274,9 +271,9 @@ class EnvironmentWorker:
                 f"all of its last {self._num_exhausted} requests failed, the latest with {reply.reason}; close what "
                 "environments open, or raise `ulimit -n` or the memory"
             )
-        if (late := late_calls()).total() >= MOST_LATE_CALLS:
-            names = ", ".join(f"{name} {count} times" for name, count in late.most_common(3))
-            worn_out = f"{late.total()} calls never returned: {names}; give what they wait for a time limit of its own"
+        if len(late := late_calls()) >= MOST_LATE_CALLS:
+            names = ", ".join(f"{name} {count} times" for name, count in Counter(late).most_common(3))
+            worn_out = f"{len(late)} calls never returned: {names}; give what they wait for a time limit of its own"
         return replace(reply, seconds=awake_s() - began, worn_out=worn_out)
 
 

@@ -65,8 +65,8 @@ def text_of(content: object, place: str, kinds: Sequence[str] = ("text",)) -> st
         raise RequestError(f"{place} is {str(content)[:80]}, expected a text or a list of parts")
     lines = []
     for i, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else str(part)[:80]
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else str(part)[:80]
             raise RequestError(f"{place}[{i}] is {kind!r}, expected text alone: {' or '.join(kinds)}")
         lines.append(part["text"])
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """Implement Anthropic's messages."""
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from megarl.environments.chat import Chat
 from megarl.environments.chat_requests import RequestError
@@ -27,8 +28,13 @@ class Messages(Dialect):
         asked: list[dict[str, object]] = []
         if text := text_of(system, "system"):
             asked.append({"role": "system", "content": text})
-        for i, message in enumerate(messages):
-            asked += _messages_of(message, f"messages[{i}]")
+        before, known = chat.translated.find(messages)
+        new = enumerate(messages[len(known) :], len(known))
+        parts = [*known, *(_messages_of(message, f"messages[{i}]") for i, message in new)]
+        asked += itertools.chain.from_iterable(parts)
+        # Images as they are sent are large.
+        if all(isinstance(each["content"], str) for each in asked):
+            chat.translated.keep(messages, parts, before)
         read: dict[str, object] = {"messages": asked, "model": body.get("model", "policy")}
         # Tools without a schema are those that Anthropic's servers run.
         tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]
@@ -54,7 +60,8 @@ class Messages(Dialect):
 
     def write(self, completion: Json, body: Json, chat: Chat) -> Json:
         [choice], usage = completion["choices"], completion["usage"]
-        message, blocks, reason = choice["message"], list[Json](), _STOP_REASONS[choice["finish_reason"]]
+        message, reason = choice["message"], _STOP_REASONS[choice["finish_reason"]]
+        blocks: list[Json] = []
         if thought := message.get("reasoning"):
             blocks.append({"type": "thinking", "thinking": thought, "signature": completion["id"]})
         if message["content"]:
@@ -108,13 +115,15 @@ class Messages(Dialect):
 
 def _messages_of(message: object, place: str) -> list[dict[str, object]]:
     """Return a message as chat completions have it: results of tools are messages of their own, before its text."""
-    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant", "system"):
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise RequestError(f"{place} is {str(message)[:80]}, expected an object with the role user or assistant")
     role, content = message["role"], message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise RequestError(f"{place}.content is {str(content)[:80]}, expected a text or a list of blocks")
-    results, calls, texts = list[dict[str, object]](), list[dict[str, object]](), list[object]()
+    results: list[dict[str, object]] = []
+    calls: list[dict[str, object]] = []
+    texts: list[object] = []
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":

@@ -1,7 +1,7 @@
 """Implement OpenAI's responses."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.environments.chat import Chat
@@ -168,7 +168,7 @@ def _history(body: Json, chat: Chat) -> list[Any]:
         raise RequestError(f"input is {str(given)[:80]}, expected a text or a list of items")
     turn: dict[str, Any] | None = None
     for i, item in enumerate(items):
-        kind = item.get("type", "message") if isinstance(item, Mapping) else str(item)[:80]
+        kind = item.get("type", "message") if isinstance(item, dict) else str(item)[:80]
         is_own = kind in _CALLS or kind == "reasoning" or (kind == "message" and item.get("role") == "assistant")
         if is_own:
             if turn is None:

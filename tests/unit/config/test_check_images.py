@@ -7,7 +7,6 @@ import pytest
 from megarl.config import load_config
 from megarl.config.check import TRAINING_CHECKS, check_session
 from megarl.errors import ConfigError
-from megarl.train.inputs import check_image_engines
 
 RUNS = Path(__file__).parents[3] / "configs/run"
 IMAGES = "data.image_key=images"
@@ -42,15 +41,3 @@ def test_images_are_read(command: str, run: str, overrides: tuple[str, ...]) -> 
 def test_what_reads_no_images_is_refused(command: str, run: str, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TRAINING_CHECKS[command](load_config(RUNS / f"{run}.yaml", overrides))
-
-
-def test_engines_on_cpus_sample_nothing_where_an_image_attends_to_later_tokens() -> None:
-    def check(model: str, *overrides: str) -> None:
-        check_image_engines(
-            load_config(RUNS / "squares-rl.yaml", (f"model.path={RUNS.parent}/model/hf/{model}", *overrides))
-        )
-
-    with pytest.raises(ConfigError, match=r"the family gemma3, and vLLM's attention on CPUs is causal; sample on GPUs"):
-        check("gemma-3-27b")
-    check("gemma-3-27b", "data.image_key=null")
-    check("qwen3.5-9b")

@@ -8,7 +8,6 @@ import re
 import textwrap
 import threading
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -401,7 +400,7 @@ def test_a_host_that_has_nothing_left_is_worn_out(truths: Sequence[str], is_worn
 
 def test_a_host_whose_calls_hang_says_that_it_is_worn_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "MOST_LATE_CALLS", 2)
-    monkeypatch.setattr(workers, "late_calls", lambda: Counter(search=3, read=1))
+    monkeypatch.setattr(workers, "late_calls", lambda: ["search", "read", "search", "search"])
     (reply,) = replies()
     assert reply.worn_out == (
         "4 calls never returned: search 3 times, read 1 times; give what they wait for a time limit of its own"
@@ -431,7 +430,7 @@ def test_details_that_cannot_be_sent_cost_the_sample(details: Mapping[Any, Any],
 
 def test_an_environment_that_cannot_start_fails_its_sample() -> None:
     reply = run(host().start(1, StartRequest(prompt=prompt(ground_truth="raise"))))
-    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:51)")
+    assert (reply.failure, reply.reason) == ("raised", f"LookupError: no such game ({__file__}:50)")
 
 
 def test_a_conversation_over_its_time_fails() -> None:
