@@ -1,15 +1,17 @@
 """Measure the processor time of an environment worker while many samples' agents ask it at once.
 
 `python -m tests.helpers.endpoint_load --samples 500 --turns 6 --kib 0.25 8` prints, for each dialect and size of new
-messages, milliseconds per request, and those per KiB of new text. Clients run in a process of their own; turns of the
-policy are short texts.
+messages, milliseconds of a request, and beside it those that 30,000 additions took meanwhile, as processors that
+others use, too, are slower. Clients run in a process of their own; turns of the policy are short texts.
 """
 
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing as mp
+import os
 import resource
 import time
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.environments.agent import AgentEnvironment
 from megarl.environments.base import ENVIRONMENTS
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec
+from megarl.host.device.platform import COMMON_ENVIRONMENT
 from megarl.types import Prompt
 from megarl.types.episodes import StartRequest, TurnRequest
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
@@ -53,31 +56,44 @@ def _next_body(dialect: str, body: dict[str, Any], answer: Mapping[str, Any] | N
     return {"input": [message]} | ({} if answer is None else {"previous_response_id": answer["id"]})
 
 
-async def _ask(url: str, dialect: str, num_turns: int, text: str, client: httpx.AsyncClient) -> None:
+async def _ask(url: str, dialect: str, num_turns: int, text: str) -> None:
     body: dict[str, Any] = {}
     answer: Mapping[str, Any] | None = None
-    for turn in range(num_turns):
-        body = _next_body(dialect, body, answer, f"{turn} {text}")
-        answer = None
-        while answer is None:
-            # A loop with so many clients may be later with a request than connections of strangers are kept.
-            with contextlib.suppress(httpx.TransportError):
-                answer = (await client.post(f"{url}/{PATHS[dialect]}", json=body)).raise_for_status().json()
+    # However slow the machine is, the connection is kept. A client for all of them would look through all for each.
+    limits = httpx.Limits(keepalive_expiry=500.0)
+    async with httpx.AsyncClient(limits=limits, timeout=500.0, trust_env=False, verify=False) as client:
+        for turn in range(num_turns):
+            body = _next_body(dialect, body, answer, f"{turn} {text}")
+            answer = None
+            while answer is None:
+                # A loop with so many clients may be later with a request than connections of strangers are kept.
+                with contextlib.suppress(httpx.TransportError):
+                    answer = (await client.post(f"{url}/{PATHS[dialect]}", json=body)).raise_for_status().json()
 
 
 def _clients(jobs: Connection) -> None:
     async def work(urls: list[str], dialect: str, num_turns: int, text: str) -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(limits=limits, timeout=500.0, trust_env=False) as client:
-            await asyncio.gather(*(_ask(url, dialect, num_turns, text, client) for url in urls))
+        await asyncio.gather(*(_ask(url, dialect, num_turns, text) for url in urls))
 
     while (job := jobs.recv()) is not None:
         asyncio.run(work(*job))
         jobs.send(None)
 
 
-async def _serve(clients: Connection, dialect: str, num_samples: int, num_turns: int, text: str) -> tuple[float, float]:
-    """Return seconds of this process and MiB that it grew by."""
+async def _add(took: list[float]) -> None:
+    """Note, again and again, the seconds of 30,000 additions."""
+    while True:
+        began, total = time.process_time(), 0
+        for i in range(30_000):
+            total += i
+        took.append(time.process_time() - began)
+        await asyncio.sleep(1.0)
+
+
+async def _serve(
+    clients: Connection, dialect: str, num_samples: int, num_turns: int, text: str
+) -> tuple[float, float, float]:
+    """Return seconds of this process, those of 30,000 additions meanwhile, and MiB that it grew by."""
     config = EnvironmentConfig(
         entries={"mine": EnvironmentEntry(type="load", arguments={})}, reply_timeout_s=500.0, max_turns=num_turns + 1
     )
@@ -100,14 +116,16 @@ async def _serve(clients: Connection, dialect: str, num_samples: int, num_turns:
         await asyncio.sleep(0.05)
     urls = list(_OPEN)
     clients.send((urls, dialect, num_turns, text))
-    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before, additions = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, list[float]()
+    adding = asyncio.create_task(_add(additions))
     await asyncio.gather(*samples)
+    adding.cancel()
     grew = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    seconds = time.process_time() - began
+    seconds = time.process_time() - began - sum(additions)
     await asyncio.to_thread(clients.recv)
     for key in range(num_samples):
         await worker.close(key)
-    return seconds, grew / 1024
+    return seconds, sum(additions) / len(additions), grew / 1024
 
 
 def main() -> None:
@@ -117,6 +135,9 @@ def main() -> None:
     parser.add_argument("--kib", type=float, nargs="+", default=[0.25, 8.0])
     parser.add_argument("--dialects", nargs="+", choices=PATHS, default=[*PATHS])
     asked = parser.parse_args()
+    # As hosts run: their variables, uvloop, and a collector that leaves aside what is imported.
+    os.environ.update(COMMON_ENVIRONMENT)
+    gc.freeze()
     ENVIRONMENTS.register("load")(lambda: AgentEnvironment(agent=_wait))
     mine, theirs = mp.Pipe()
     # Before any loop runs, and without importing all of it once more.
@@ -125,10 +146,10 @@ def main() -> None:
     for dialect in asked.dialects:
         for kib in asked.kib:
             text = "So it goes. " * round(kib * 1024 / 12)
-            # As hosts run.
-            seconds, mib = uvloop.run(_serve(mine, dialect, asked.samples, asked.turns, text))
-            ms = seconds * 1000 / asked.samples / asked.turns
-            print(json.dumps({"dialect": dialect, "new KiB": kib, "ms per request": round(ms, 3), "MiB": round(mib)}))
+            seconds, additions, mib = uvloop.run(_serve(mine, dialect, asked.samples, asked.turns, text))
+            ms = round(seconds * 1000 / asked.samples / asked.turns, 3)
+            found = {"dialect": dialect, "new KiB": kib, "ms per request": ms, "MiB": round(mib)}
+            print(json.dumps({**found, "ms of 30,000 additions": round(additions * 1000, 2)}), flush=True)
 
 
 if __name__ == "__main__":

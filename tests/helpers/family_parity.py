@@ -24,7 +24,7 @@ from megarl.types.messages import StoreResult, Vision
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.hf_models import VOCAB_SIZE, assert_same_tensors
-from tests.helpers.measure import MeasureCase, Measured, import_towers, measure
+from tests.helpers.measure import MeasureCase, Measured, measure
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.routers import Routers
 
@@ -162,8 +162,6 @@ def run_ranks(
         gradient_files=[str(file) for file in gradients],
         vision=vision,
     )
-    if vision is not None:
-        pool.run(import_towers, layout)
     measured: list[Measured] = pool.run(measure, case)
     num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}
     for results in ([m.weights for m in measured], [m.gradients for m in measured]):

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.algos.objectives import SftAlgorithm
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.worker import RankWorker
 from megarl.types import FloatArray, Row
 from megarl.types.messages import ForwardRequest, LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest, Vision
-from megarl.vision.torchvision_part import import_torchvision
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -50,15 +49,6 @@ class Measured:
     @property
     def grad_norm(self) -> float | None:
         return self.metrics.get("actor/grad_norm")
-
-
-def import_towers(context: RankContext, layout: LayoutConfig) -> None:
-    """Import what ranks of the first stage build a tower with, which takes ten seconds of a processor, while no other
-    rank waits for them in a collective.
-    """
-    if context.rank < layout.world_size // layout.pp:
-        import_torchvision()
-        from transformers import AutoModel, AutoProcessor  # noqa: F401
 
 
 def measure(context: RankContext, case: MeasureCase) -> Measured:
