@@ -8,6 +8,7 @@ before it merges.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +43,8 @@ class InterTurnTokens:
         self._tokenizer, self._ends = tokenizer, [answer_form(tokenizer).end_id]
         if is_harmony(tokenizer):
             self._ends.append(tokenizer.convert_tokens_to_ids(END_OF_CALL))
+        # The text before an answer is nearly always the same.
+        self._encoded = lru_cache(8)(partial(encode, tokenizer))
         self._special_tokens = re.compile(r"(?!)")
         before, after = self._around_end([QUESTION])
         self._special_tokens = special_tokens_of(tokenizer, after)
@@ -72,7 +75,10 @@ class InterTurnTokens:
         answer of a chat with another mark than those before it. Raises DataError if the template refuses a role of the
         replies.
         """
-        ids = encode_pieces(self._tokenizer, self._around_end(replies, turn))[1]
+        before, after = self._around_end(replies, turn)
+        first, whole = self._encoded(before), encode(self._tokenizer, before + after)
+        joins = whole[: len(first)] == first
+        ids = whole[len(first) :] if joins else encode_pieces(self._tokenizer, [before, after])[1]
         return ids[1:] if last_token in (ids[0], *self._ends) else ids
 
     def follows(self, replies: Sequence[Message], *, turn: str = "") -> str:

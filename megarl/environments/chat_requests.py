@@ -115,19 +115,29 @@ def in_order_of_calls(messages: Sequence[Any], first: int = 0) -> list[Any]:
 
 
 class Repeated(Generic[T]):
-    """The messages of the last requests of a sample as they were sent, with what was made of the first of them."""
+    """The messages of the last requests of a sample as they were sent, and what was made of each."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[list[Any], list[T]]] = []
 
-    def find(self, messages: list[Any]) -> tuple[list[Any], list[T]]:
-        """Return what a request repeats: all messages of an earlier one, with what was made of these; else nothing."""
-        return next((each for each in self._kept if messages[: len(each[0])] == each[0]), ([], []))
+    def find(self, messages: list[Any]) -> list[T]:
+        """Return what was made of the first messages, as many as an earlier request had, too, and replace these by the
+        earlier ones, so that texts are kept once.
+        """
 
-    def keep(self, messages: list[Any], made: list[T], before: list[Any]) -> None:
-        """Keep a request in the place of the one that it repeats, so that texts are kept once."""
-        others = [each for each in self._kept if each[0] is not before]
-        self._kept = [([*before, *messages[len(before) :]], made), *others][:MOST_REPEATED]
+        def num_same(kept: list[Any]) -> int:
+            pairs = enumerate(zip(kept, messages, strict=False))
+            return next((i for i, (one, other) in pairs if one != other), min(len(kept), len(messages)))
+
+        kept, made = max(self._kept, key=lambda each: num_same(each[0]), default=([], []))
+        num = num_same(kept)
+        messages[:num] = kept[:num]
+        return made[:num]
+
+    def keep(self, messages: list[Any], made: list[T]) -> None:
+        """Keep a request in the place of those that it repeats whole."""
+        others = [each for each in self._kept if messages[: len(each[0])] != each[0]]
+        self._kept = [(messages, made), *others][:MOST_REPEATED]
 
 
 class MessageReader:
@@ -140,7 +150,6 @@ class MessageReader:
     def __init__(self) -> None:
         self.calling: dict[tuple[str, ...], Said] = {}
         self.changed = set[tuple[str, ...]]()
-        # Those up to the last answer of a request.
         self._repeated = Repeated[Said]()
 
     def read(self, messages: object, read_image: Callable[[object], str] | None) -> list[Said]:
@@ -150,9 +159,10 @@ class MessageReader:
         """
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages is missing or empty, expected the whole conversation so far")
-        before, known = self._repeated.find(messages)
-        # Results of tools follow the last answer that is known.
-        num = max(len(known) - 1, 0)
+        known = self._repeated.find(messages)
+        # Results of tools belong to the last answer that is known.
+        num = max((i for i, each in enumerate(known) if each.role == "assistant"), default=0)
+        known = known[: num + 1]
         ordered = enumerate(in_order_of_calls([*known[num:], *messages[len(known) :]], num), num)
         read = [
             each if isinstance(each, Said) else read_message(each, f"messages[{i}]", read_image) for i, each in ordered
@@ -160,8 +170,7 @@ class MessageReader:
         said = [*known[:num], *map(self._as_written, read)]
         # Images as they are sent are large.
         if not any(each.images for each in said):
-            num_known = max((i for i, each in enumerate(said, 1) if each.role == "assistant"), default=0)
-            self._repeated.keep(messages, said[:num_known], before)
+            self._repeated.keep(messages, said)
         return said
 
     def _as_written(self, said: Said) -> Said:

@@ -28,13 +28,13 @@ class Messages(Dialect):
         asked: list[dict[str, object]] = []
         if text := text_of(system, "system"):
             asked.append({"role": "system", "content": text})
-        before, known = chat.translated.find(messages)
+        known = chat.translated.find(messages)
         new = enumerate(messages[len(known) :], len(known))
         parts = [*known, *(_messages_of(message, f"messages[{i}]") for i, message in new)]
         asked += itertools.chain.from_iterable(parts)
         # Images as they are sent are large.
         if all(isinstance(each["content"], str) for each in asked):
-            chat.translated.keep(messages, parts, before)
+            chat.translated.keep(messages, parts)
         read: dict[str, object] = {"messages": asked, "model": body.get("model", "policy")}
         # Tools without a schema are those that Anthropic's servers run.
         tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]

@@ -1,6 +1,7 @@
 """Clients of three APIs lead the same conversation: real SDKs, with the policy's turns written by the tests."""
 
 import json
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from megarl.environments.chat_requests import MessageReader, Repeated, RequestError, Said
 from megarl.types import Prompt
 from tests.helpers.agent_talk import TOKENIZER, Talk, lead
 
@@ -379,3 +381,37 @@ def test_turns_of_side_models_do_not_train() -> None:
 def test_the_tokens_are_those_of_the_policy() -> None:
     """The byte tokenizer has a token for each byte, so that texts above stand for tokens."""
     assert TOKENIZER.decode(TOKENIZER(READ, add_special_tokens=False)["input_ids"]) == READ
+
+
+def test_what_requests_repeat_is_read_as_if_each_were_the_first() -> None:
+    """Also after forks within results of tools, and where results are missing, too many, or in another order."""
+
+    def outcome(reader: MessageReader, messages: list[dict[str, Any]]) -> list[Said] | str:
+        try:
+            return reader.read(json.loads(json.dumps(messages)), None)
+        except RequestError as error:
+            return str(error)
+
+    made = random.Random(0)
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ab"]
+    calls = [{"id": name, "function": {"name": "f", "arguments": '{"z": 1, "a": 2}'}} for name in "ab"]
+    kinds: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": [{"type": "text", "text": "1"}]}],
+        [{"role": "assistant", "content": " said "}],
+        [{"role": "assistant", "content": None, "tool_calls": calls}],
+        *[made.sample(results, count) for count in (1, 2, 2, 2)],
+    ]
+    for _ in range(30):
+        reader, messages = MessageReader(), list[dict[str, Any]]()
+        for _ in range(12):
+            messages = messages[: made.randrange(len(messages) + 1)] if made.random() < 0.3 else messages
+            messages = [*messages, *(each for _ in range(made.randrange(1, 4)) for each in made.choice(kinds))]
+            assert outcome(reader, messages) == outcome(MessageReader(), messages)
+
+
+def test_a_text_that_requests_repeat_is_kept_once() -> None:
+    repeated, first = Repeated[int](), [{"content": "a" * 9}, {"content": "b" * 9}]
+    repeated.keep(first, [1, 2])
+    fork = json.loads(json.dumps([first[0], {"content": "c"}]))
+    assert repeated.find(fork) == [1]
+    assert fork[0] is first[0]
