@@ -284,7 +284,7 @@ def make_vision_model(path: Path, family: str) -> Path:
     marks = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     if described.line_feeds:
-        tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in (2, 3, 4)])
+        tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in (1, 2, 3, 4)])
     tokenizer.chat_template = CHAT_TEMPLATE.replace("MARK", described.mark)
     config = getattr(transformers, described.config)(
         text_config=copy.deepcopy(described.text),
