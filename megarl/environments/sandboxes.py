@@ -90,7 +90,7 @@ def sandbox_maker(name: str, settings: Mapping[str, object], template: Path | No
 
 
 async def _copy_files(source: Path, target: Path) -> None:
-    """Copy a directory with all that programs leave in one, also pipes and sockets, which shutil would read."""
+    """Copy a directory with all that programs leave in one, also pipes and sockets, which shutil refuses."""
     ended = await run_program(["cp", "-a", "--", f"{source}/.", str(target)], "", _plain(), inherits=[])
     ended.require_success(f"copying {source}")
 
@@ -152,9 +152,11 @@ class ProcessSandbox:
 
     async def stop(self) -> None:
         if self._scratch != Path():
-            # Caches of Go and Bazel are read-only directories, which only root can empty as they are.
-            await run_program(["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", _plain(), inherits=[])
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+            if self._scratch.exists():
+                # Caches of Go and Bazel are read-only directories, which only root can empty as they are.
+                await run_program(["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", _plain(), inherits=[])
+                await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 
 class _Wrapped(ProcessSandbox):

@@ -93,7 +93,7 @@ def test_forks_begin_with_the_same_files_and_go_apart(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LOCAL)
 def test_pipes_and_sockets_are_copied_and_never_waited_for(kind: str) -> None:
-    """Copying a pipe by reading it never ends, and a socket cannot be opened as a file."""
+    """Reading a pipe never ends, and a socket cannot be opened as a file."""
     left = "mkfifo pipe && python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"bound\")'"
 
     async def work(box: WorkSandbox) -> None:
@@ -297,7 +297,7 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(run("apptainer", image="a.sif"))
     asyncio.run(run("docker", image="debian:12"))
-    (apptainer, theirs), _, (docker, docked), (removed, _), _ = asked
+    (apptainer, theirs), (docker, docked), (removed, _) = asked
     first, second = places
     assert (
         apptainer
