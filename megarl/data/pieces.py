@@ -52,18 +52,18 @@ def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str], *
     ids = dict(zip(texts, encode_texts(tokenizer, texts), strict=True))
     found: list[list[int]] = []
     for context, piece in zip(contexts, pieces, strict=False):
-        before, whole = ids[context], ids[context + piece]
-        joins = whole[: len(before)] == before
-        found.append(whole[len(before) :] if joins else _encode_apart(tokenizer, before, piece, whole))
+        found.append(encode_after(tokenizer, ids[context], piece, ids[context + piece]))
     return found
 
 
-def _encode_apart(
-    tokenizer: "PreTrainedTokenizerBase", before: Sequence[int], piece: str, whole: Sequence[int]
-) -> list[int]:
-    """Encode a piece whose first characters would merge with the tokens `before`, so that the text is that of `whole`;
-    if no way is found, as a text of its own.
+def encode_after(tokenizer: "PreTrainedTokenizerBase", before: list[int], piece: str, whole: list[int]) -> list[int]:
+    """Encode a piece after the tokens `before`: as the rest of `whole`, the tokens of both, if these begin with them.
+
+    Otherwise the piece's first characters would merge with `before`. It is then encoded so that the text is that of
+    `whole`; if no way is found, as a text of its own.
     """
+    if whole[: len(before)] == before:
+        return whole[len(before) :]
     alone = encode(tokenizer, piece)
     candidates = [alone]
     for neighbour in _NEIGHBOURS:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.data.chat import TemplateRefusal, encode_chats, render_chats
 from megarl.data.harmony import END_OF_CALL, called_tool, is_harmony
-from megarl.data.pieces import encode, encode_pieces
+from megarl.data.pieces import encode, encode_after, encode_pieces
 from megarl.data.special_tokens import special_tokens_of
 from megarl.data.stop_tokens import ANSWER, QUESTION, answer_form
 from megarl.errors import ConfigError, DataError
@@ -76,9 +76,8 @@ class InterTurnTokens:
         replies.
         """
         before, after = self._around_end(replies, turn)
-        first, whole = self._encoded(before), encode(self._tokenizer, before + after)
-        joins = whole[: len(first)] == first
-        ids = whole[len(first) :] if joins else encode_pieces(self._tokenizer, [before, after])[1]
+        whole = encode(self._tokenizer, before + after)
+        ids = encode_after(self._tokenizer, self._encoded(before), after, whole)
         return ids[1:] if last_token in (ids[0], *self._ends) else ids
 
     def follows(self, replies: Sequence[Message], *, turn: str = "") -> str:
