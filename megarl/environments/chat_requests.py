@@ -129,8 +129,8 @@ class Repeated(Generic[T]):
             pairs = enumerate(zip(kept, messages, strict=False))
             return next((i for i, (one, other) in pairs if one != other), min(len(kept), len(messages)))
 
-        kept, made = max(self._kept, key=lambda each: num_same(each[0]), default=([], []))
-        num = num_same(kept)
+        found = ((num_same(kept), kept, made) for kept, made in self._kept)
+        num, kept, made = max(found, key=lambda each: each[0], default=(0, [], []))
         messages[:num] = kept[:num]
         return made[:num]
 
