@@ -76,7 +76,9 @@ class Weights:
             copied = placed.rule.tied_to if self.spec.is_copy(placed.rule) else None
             size, first = self.spec.dims.dim(tensor.shape[0]), rows.get(tensor.name, 0)
             whole = self.tensors[copied or placed.name(tensor.name)]
-            found.append((whole[placed.expert] if tensor.of_expert else whole)[first : first + size])
+            if tensor.of_expert:
+                whole = whole[placed.expert].T if tensor.is_transposed else whole[placed.expert]
+            found.append(whole[first : first + size])
             rows[tensor.name] = first + size
         return found
 

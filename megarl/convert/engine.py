@@ -208,7 +208,7 @@ def _convert_piece(
         stacked = torch.empty((1, *reader.specs[copy.tensor].shape[1:]), dtype=piece.source_dtype)
         reader.read(copy.tensor, copy.tensor_row, stacked)
         parameter = torch.empty(copy.unstack.shape, dtype=piece.source_dtype)
-        view = turned(copy.unstack.partition, parameter)
+        view = turned(copy.unstack.rule, parameter)
         view.copy_(stacked.view(view.shape))
         target.copy_(parameter[copy.unstack.row : copy.unstack.row + copy.num_rows])
     buffer = buffer.to(piece.dtype)

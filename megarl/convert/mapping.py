@@ -14,7 +14,7 @@ import torch
 
 from megarl.weights.families import ModelSpec, PlacedRule
 from megarl.weights.slices import ShardPosition, Slice, is_turned, shard_slices
-from megarl.weights.tables import Partition
+from megarl.weights.tables import Partition, WeightRule
 
 _WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
 # Norms that Transformer Engine fuses with a linear layer. Megatron's own layers also write them under the fused name,
@@ -52,7 +52,7 @@ class Parameter:
     place: tuple[int, ...]
     stack: tuple[int, ...]
     shape: tuple[int, ...]
-    partition: Partition
+    rule: WeightRule
     blocks: tuple[RowBlock, ...]
 
     @property
@@ -88,7 +88,7 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
                 place=tuple(number for number, _ in axes),
                 stack=tuple(size for _, size in axes),
                 shape=_whole_shape(spec, placed, vocab_multiple),
-                partition=placed.rule.partition,
+                rule=placed.rule,
                 blocks=tuple(blocks[placed.name(placed.rule.names[-1])]),
             )
         )
@@ -108,7 +108,7 @@ def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
     for parameter in parameters:
         *module, kind = parameter.key.split(".")
         is_linear = kind == "weight" and len(parameter.shape) > 1
-        if is_linear and parameter.partition not in (Partition.REPLICATED, Partition.VOCAB):
+        if is_linear and parameter.rule.partition not in (Partition.REPLICATED, Partition.VOCAB):
             place, stack = parameter.place or (0,), parameter.stack or (1,)
             shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, stack))}"
             keys[f"{'.'.join(module)}._extra_state/{shard}"] = None
@@ -139,9 +139,10 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
     # Slices come parameter by parameter, so the current slice belongs to the parameter that was taken last.
     for part in shard_slices(shards(), spec, _WHOLE):
         found, placed, shape = taken[0]
-        if is_turned(placed.rule.partition):
+        if is_turned(placed.rule.partition) or placed.rule.tensors[0].is_transposed:
+            # Sections of the tensor are slices of their own, and one block.
             expert = part.index[0].start
-            found.append(RowBlock(row=0, tensor=part.tensor, tensor_row=expert, num_rows=shape[0], of_expert=True))
+            found[:] = [RowBlock(row=0, tensor=part.tensor, tensor_row=expert, num_rows=shape[0], of_expert=True)]
             continue
         first = part.index[0].start
         if placed.rule.tensors[0].of_expert is not None:

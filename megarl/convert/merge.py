@@ -14,7 +14,7 @@ from megarl.host.streams import print_lines
 from megarl.weights.adapters import matrices_of
 from megarl.weights.families import ModelSpec
 from megarl.weights.peft_files import ADAPTER_CONFIG, ADAPTER_FILE, LowRankUpdate, PeftAdapters, read_peft
-from megarl.weights.rules import Partition
+from megarl.weights.rules import Partition, WeightRule
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.tables import VALUE_HEAD
 
@@ -61,15 +61,16 @@ class MergedReader(SafetensorsReader):
 class ExpertUpdate:
     """The updates of the matrices that make up one expert's part of a tensor with all experts."""
 
-    partition: Partition
+    rule: WeightRule
     parts: tuple[LowRankUpdate, ...]
 
     def whole(self) -> torch.Tensor:
         """Compute the expert's update in float32, in the shape of its part."""
         updates = [part.rows(0, len(part.b)) for part in self.parts]
-        if self.partition is Partition.GATE_UP_IN_TURNS:
+        if self.rule.partition is Partition.GATE_UP_IN_TURNS:
             return torch.stack([update.T for update in updates], dim=-1).flatten(1)
-        return updates[0].T if self.partition is Partition.TRANSPOSED_COLUMNS else torch.cat(updates)
+        is_transposed = self.rule.partition is Partition.TRANSPOSED_COLUMNS or self.rule.tensors[0].is_transposed
+        return torch.cat(updates).T if is_transposed else torch.cat(updates)
 
 
 def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, list[ExpertUpdate]]:
@@ -78,12 +79,12 @@ def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, lis
     Raises:
         ConfigError: only some of a tensor's experts, or only some of their matrices, have adapters.
     """
-    experts: dict[str, list[tuple[Partition, list[str]]]] = {}
+    experts: dict[str, list[tuple[WeightRule, list[str]]]] = {}
     for placed in spec.rules():
         stacked = [placed.name(tensor.name) for tensor in placed.rule.tensors if tensor.of_expert]
         if stacked and len(placed.rule.tensors[0].shape) == 2:
             modules = [f"{placed.name(matrix.name)}.weight" for matrix in matrices_of(placed.rule)]
-            experts.setdefault(stacked[0], []).append((placed.rule.partition, modules))
+            experts.setdefault(stacked[0], []).append((placed.rule, modules))
     found = {}
     for name, parts in experts.items():
         needed = [module for _, modules in parts for module in modules]
@@ -94,8 +95,8 @@ def updates_of_experts(spec: ModelSpec, adapters: PeftAdapters) -> dict[str, lis
             )
         if not missing:
             found[name] = [
-                ExpertUpdate(partition=partition, parts=tuple(adapters.updates[module] for module in modules))
-                for partition, modules in parts
+                ExpertUpdate(rule=rule, parts=tuple(adapters.updates[module] for module in modules))
+                for rule, modules in parts
             ]
     return found
 

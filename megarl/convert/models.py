@@ -175,7 +175,7 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
         key = parameter.key if parameter.key in weights else parameter.other_key
         rows = parameter.shape[0]
         if key in weights:
-            if parameter.partition is Partition.VOCAB and (stored := weights[key].spec.shape):
+            if parameter.rule.partition is Partition.VOCAB and (stored := weights[key].spec.shape):
                 rows = max(rows, stored[len(parameter.stack)])
             parameter = dataclasses.replace(parameter, key=key, shape=(rows, *parameter.shape[1:]))
         parameters.append(parameter)

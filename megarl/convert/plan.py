@@ -10,8 +10,8 @@ from megarl.convert.mapping import Parameter, extra_state_keys
 from megarl.convert.readers import empty_object, saved_size
 from megarl.errors import DataError
 from megarl.weights.dist_index import Chunk, StoredTensor
+from megarl.weights.rules import WeightRule
 from megarl.weights.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
-from megarl.weights.tables import Partition
 
 # The part of an output file that a worker holds at a time.
 PIECE_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class Unstack:
     """
 
     shape: tuple[int, ...]
-    partition: Partition
+    rule: WeightRule
     row: int
 
 
@@ -208,7 +208,7 @@ def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
     for block in parameter.blocks:
         start, stop = max(row, block.row), min(row + num_rows, block.row + block.num_rows)
         if start < stop:
-            own = Unstack(shape=parameter.shape, partition=parameter.partition, row=start) if block.of_expert else None
+            own = Unstack(shape=parameter.shape, rule=parameter.rule, row=start) if block.of_expert else None
             yield Copy(
                 tensor=block.tensor,
                 tensor_row=block.tensor_row + (0 if own else start - block.row),

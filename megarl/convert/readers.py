@@ -216,7 +216,7 @@ class DistReader:
             if block.of_expert:
                 whole = torch.empty(parameter.shape, dtype=out.dtype)
                 self._read_parameter(parameter, 0, whole)
-                view = turned(parameter.partition, whole)
+                view = turned(parameter.rule, whole)
                 out[block.tensor_row - row].view(view.shape).copy_(view)
                 continue
             start, stop = max(row, block.tensor_row), min(end, block.tensor_row + block.num_rows)

@@ -17,7 +17,14 @@ from megarl.weights.blocks import (
 )
 from megarl.weights.hybrid import BY_HEAD_DECODER, BY_PART_DECODER
 from megarl.weights.rules import NO_MULTIPLIERS, Activation, Family
-from megarl.weights.stacked_blocks import BIASED_EXPERTS, OUTPUT_BIAS, SINKS, STACKED_EXPERTS, fused_experts
+from megarl.weights.stacked_blocks import (
+    BIASED_EXPERTS,
+    OUTPUT_BIAS,
+    SINKS,
+    STACKED_EXPERTS,
+    TRANSPOSED_EXPERTS,
+    fused_experts,
+)
 from megarl.weights.tables import FAMILIES, register_family, register_multimodal
 
 # transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
@@ -250,6 +257,18 @@ for _family in (
     ),
 ):
     register_family(_family)
+_QWEN3_MOE = FAMILIES.get("qwen3_moe")
+# Transformers normalises routing weights whatever the config says.
+register_multimodal(
+    replace(_QWEN3_MOE, weights=DECODER + DENSE_MLP + TRANSPOSED_EXPERTS + QK_NORM),
+    name="qwen3_vl_moe",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    ignored_rope=("mrope_section", "mrope_interleaved"),
+    interleaves_mrope=True,
+    lost_in_peft="experts",
+    normalizes_experts=True,
+    required={**_QWEN3_MOE.required, "norm_topk_prob": (True,)},
+)
 register_multimodal(
     FAMILIES.get("glm4_moe"),
     name="glm4v_moe",

@@ -118,8 +118,10 @@ class ModelSpec:
             for tensor in rule.tensors:
                 name = tensor.sent_name if by_expert else tensor.name
                 rows[name] += dim(tensor.shape[0])
-                stack = (dim("experts"),) if tensor.of_expert and not by_expert else ()
-                shapes[name] = (*stack, rows[name], *map(dim, tensor.shape[1:]))
+                shape = (rows[name], *map(dim, tensor.shape[1:]))
+                if tensor.of_expert and not by_expert:
+                    shape = (dim("experts"), *(reversed(shape) if tensor.is_transposed else shape))
+                shapes[name] = shape
         return {
             placed.name(name): shapes[name]
             for placed in self.rules()

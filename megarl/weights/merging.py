@@ -61,7 +61,7 @@ class Merger:
         """
         for part, sent in zip(slices, by_expert, strict=True):
             view = self.merged(sent.tensor, box_of(sent.index, self._shapes[sent.tensor]), sent.view)
-            yield replace(part, view=view)
+            yield replace(part, view=view.mT if part.is_transposed else view)
 
     def _update(self, module: str, outputs: tuple[int, int], inputs: tuple[int, int]) -> torch.Tensor:
         b = self._cut(f"{module}.lora_B.weight", outputs, axis=0)

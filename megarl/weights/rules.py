@@ -57,11 +57,13 @@ class HFTensor:
     the expert's number in that layer.
     `of_expert`: set if the tensor has all experts of its layer, along one more axis, the first, than `shape` says: the
     name under which engines take the part of one expert.
+    is_transposed: whether the checkpoint has the axes of `shape` in reverse; engines take them as they are.
     """
 
     name: str
     shape: tuple[str, ...]
     of_expert: str | None = None
+    is_transposed: bool = False
 
     @property
     def sent_name(self) -> str:

@@ -21,13 +21,14 @@ class Slice:
     """A slice `tensor[index]` of a full Hugging Face tensor, and the view of a local shard that holds its elements.
 
     The view has the same elements in the same order, but may have another shape. owned: whether this rank writes the
-    slice in exports; of all ranks that hold it, one does.
+    slice in exports; of all ranks that hold it, one does. is_transposed: see `HFTensor`; the view is, too.
     """
 
     tensor: str
     index: Index
     view: Tensor
     owned: bool
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +138,12 @@ def num_groups(partition: Partition, dims: Dims, size: int) -> int:
     return max(1, dims.dim(symbol) // size) if symbol else 1
 
 
-def turned(partition: Partition, parameter: Tensor) -> Tensor:
+def turned(rule: WeightRule, parameter: Tensor) -> Tensor:
     """Return a view of a parameter that has the elements of its tensor in their order, if not always in its shape."""
-    turn = _CUTS[partition].turned
-    return parameter if turn is None else turn(parameter)
+    turn = _CUTS[rule.partition].turned
+    if turn is None:
+        return parameter.T if rule.tensors[0].is_transposed else parameter
+    return turn(parameter)
 
 
 def shard_boxes(rule: WeightRule, dims: Dims, split: Split, *, by_expert: bool = False) -> list[Box]:
@@ -208,16 +211,19 @@ def _slices_of(
         own = tensor.sent_name if by_expert else tensor.name
         name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else own
         index = slices_of(box)
+        # A tensor in another order makes up its parameter alone.
+        one = is_turned(rule.partition)
+        view = turned(rule, shard) if one else grouped[:, end - num_rows // groups : end]
+        is_transposed = tensor.is_transposed and not by_expert
+        if is_transposed:
+            index, view = index[::-1], view.mT
         if tensor.of_expert and not by_expert:
             assert placed.expert is not None
             index = (slice(placed.expert, placed.expert + 1), *index)
-        # A tensor in another order makes up its parameter alone.
-        one = is_turned(rule.partition)
-        view = turned(rule.partition, shard) if one else grouped[:, end - num_rows // groups : end]
         if rule.partition is Partition.GATED_QKV and tensor is rule.tensors[0]:
             # The parameter has all queries of a group, then all gates; the tensor has each head's gate next to it.
             view = view.unflatten(1, (2, -1, dims.head_dim)).transpose(1, 2)
-        yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned)
+        yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned, is_transposed=is_transposed)
 
 
 def flat_views(box: Box, view: Tensor) -> Iterator[tuple[Box, Tensor]]:

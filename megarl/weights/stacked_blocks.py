@@ -54,9 +54,11 @@ BIASED_EXPERTS = (
 )
 
 
-def fused_experts(block: str, router: str, gate_up: str, down: str) -> tuple[WeightRule, ...]:
+def fused_experts(
+    block: str, router: str, gate_up: str, down: str, *, is_transposed: bool = False
+) -> tuple[WeightRule, ...]:
     """Return the weight rules of router and experts in tensors of all experts of a layer, of which one has gates and
-    ups as sections, given the checkpoint's names of the block and its tensors.
+    ups as sections, given the checkpoint's names of the block and its tensors. is_transposed: as in `HFTensor`.
     """
     rows, columns = ("expert_ffn", "hidden"), ("hidden", "expert_ffn")
     gate_up, down = f"{_HF}{block}.{gate_up}", f"{_HF}{block}.{down}"
@@ -73,12 +75,20 @@ def fused_experts(block: str, router: str, gate_up: str, down: str) -> tuple[Wei
         _of_experts(
             Partition.GATE_UP,
             "linear_fc1.weight",
-            HFTensor(gate_up, rows, of_expert=gate_of_one),
-            HFTensor(gate_up, rows, of_expert=up_of_one),
+            *(HFTensor(gate_up, rows, of_expert=one, is_transposed=is_transposed) for one in (gate_of_one, up_of_one)),
         ),
-        _of_experts(Partition.COLUMNS, "linear_fc2.weight", HFTensor(down, columns, of_expert=down_of_one)),
+        _of_experts(
+            Partition.COLUMNS,
+            "linear_fc2.weight",
+            HFTensor(down, columns, of_expert=down_of_one, is_transposed=is_transposed),
+        ),
     )
 
 
 # Engines take both matrices of the first, and every expert, by a name of its own.
-STACKED_EXPERTS = fused_experts("mlp", "gate.weight", gate_up="experts.gate_up_proj", down="experts.down_proj")
+STACKED_EXPERTS, TRANSPOSED_EXPERTS = (
+    fused_experts(
+        "mlp", "gate.weight", gate_up="experts.gate_up_proj", down="experts.down_proj", is_transposed=is_transposed
+    )
+    for is_transposed in (False, True)
+)

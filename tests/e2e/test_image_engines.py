@@ -35,6 +35,9 @@ CASES: list[tuple[str, int, TowerPart]] = [
     ("qwen3_vl", 2, "all"),
     ("internvl_qwen3", 1, "all"),
     ("glm4v_moe", 1, "all"),
+    ("qwen3_vl_moe", 1, "all"),
+    ("qwen3_5_moe", 1, "all"),
+    ("internvl_qwen2", 1, "all"),
 ]
 
 

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from megarl.types import FloatArray, Row
 from megarl.types.forks import Fork
@@ -68,6 +69,25 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+# Not square: transformers tells by the shape which axis comes first.
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_DELTA = {
+    **_TEXT,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {**_INTERLEAVED, "partial_rotary_factor": 0.5},
+}
+# Its heads have the width that its hidden size leaves.
+_QWEN2 = {
+    **{key: value for key, value in _TEXT.items() if key != "head_dim"},
+    "hidden_size": 128,
+    "use_sliding_window": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +109,9 @@ class VisionModel:
     tokens: Mapping[str, str] = field(default_factory=dict)
     # Whether several have one token.
     line_feeds: bool = False
+    # How published files have the experts of a layer: in one tensor, perhaps with inputs before outputs. Transformers
+    # reads that, but writes them apart, or with outputs first.
+    experts: Literal["apart", "stacked", "transposed"] = "apart"
 
 
 def _qwen3(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> VisionModel:
@@ -110,13 +133,7 @@ VISION = {
     "qwen2_5_vl": VisionModel(
         config="Qwen2_5_VLConfig",
         model="Qwen2_5_VLForConditionalGeneration",
-        text={
-            # Its heads have the width that its hidden size leaves.
-            **{key: value for key, value in _TEXT.items() if key != "head_dim"},
-            "hidden_size": 128,
-            "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]},
-            "use_sliding_window": False,
-        },
+        text={**_QWEN2, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}},
         vision={
             **_QWEN_VISION,
             "out_hidden_size": 128,
@@ -131,20 +148,17 @@ VISION = {
         mark=_QWEN_MARK,
     ),
     "qwen3_vl": _qwen3("Qwen3VL", {**_TEXT, "rope_parameters": _INTERLEAVED}, {"deepstack_visual_indexes": [0, 1]}),
-    "qwen3_5": _qwen3(
-        "Qwen3_5",
-        {
-            **_TEXT,
-            "head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "linear_conv_kernel_dim": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "rope_parameters": {**_INTERLEAVED, "partial_rotary_factor": 0.5},
-        },
-        {},
+    "qwen3_vl_moe": replace(
+        _qwen3(
+            "Qwen3VLMoe",
+            {**_TEXT, **_EXPERTS, "rope_parameters": _INTERLEAVED, "tie_word_embeddings": False},
+            {"deepstack_visual_indexes": [0, 1]},
+        ),
+        experts="transposed",
+    ),
+    "qwen3_5": _qwen3("Qwen3_5", _DELTA, {}),
+    "qwen3_5_moe": replace(
+        _qwen3("Qwen3_5Moe", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32}, {}), experts="stacked"
     ),
     "mistral3": VisionModel(
         config="Mistral3Config",
@@ -270,6 +284,9 @@ VISION = {
         line_feeds=True,
     ),
 }
+VISION["internvl_qwen2"] = replace(
+    VISION["internvl_qwen3"], text={**_QWEN2, "model_type": "qwen2", "rope_parameters": _ROPE}
+)
 
 
 @torch.no_grad()
@@ -304,6 +321,13 @@ def make_vision_model(path: Path, family: str) -> Path:
     model.get_input_embeddings().weight.normal_()
     model.lm_head.weight.normal_(0, 3 / described.text["hidden_size"] ** 0.5)
     model.save_pretrained(path)
+    if described.experts != "apart":
+        tensors = {
+            name: each for name, each in load_file(path / "model.safetensors").items() if ".experts." not in name
+        }
+        tensors |= {name: each for name, each in model.named_parameters() if ".experts." in name}
+        tensors = transposed_experts(tensors) if described.experts == "transposed" else tensors
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(path)
     if described.tokens:
         own = json.loads((file := path / "tokenizer_config.json").read_text())
@@ -316,6 +340,11 @@ def make_vision_model(path: Path, family: str) -> Path:
             json.dumps({**video, "video_processor_type": described.video})
         )
     return path
+
+
+def transposed_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with those of experts as published files have them."""
+    return {name: each.mT.contiguous() if ".mlp.experts." in name else each for name, each in tensors.items()}
 
 
 def picture(seed: int, width: int, height: int) -> bytes:
@@ -451,13 +480,16 @@ def ask_transformers(
     if forks:
         (one, other, *rest), (a, b, *others) = rows, found
         rows, found = [forked(one, other), *rest], [np.concatenate([a, b]), *others]
+    gradients = _gradients(hf)
+    if VISION[family].experts == "transposed":
+        gradients = transposed_experts(gradients)
     norm = math.sqrt(sum(each.grad.square().sum().item() for each in hf.parameters() if each.grad is not None))
     return Answers(
         path=case.path,
         store=str(case.store.directory),
         rows=rows,
         logprobs=found,
-        gradients=_gradients(hf),
+        gradients=gradients,
         norm=norm,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megarl.config import Config
 from megarl.config.schema import ModelConfig
@@ -23,6 +24,7 @@ from megarl.types import AlgoState
 from megarl.weights.dist_index import read_index
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model, read_tensors
 from tests.helpers.hostile_pickles import spoil_rng, spoil_within_metadata
+from tests.helpers.vision import make_vision_model
 
 INDEX = "model.safetensors.index.json"
 
@@ -89,6 +91,19 @@ def test_there_and_back(tmp_path: Path, family: str, tied: bool) -> None:
     for name in others:
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "dist", "hf"]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_experts_with_inputs_first_there_and_back(tmp_path: Path) -> None:
+    """In between, gates come before ups, and outputs before inputs."""
+    source, name = make_vision_model(tmp_path / "hf", "qwen3_vl_moe"), "mlp.experts.experts.linear_fc1.weight"
+    hf_to_mcore(source, settings(tmp_path / "dist"))
+    mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
+    assert_same_tensors(tmp_path / "back", source)
+    published = read_tensors(source)["model.language_model.layers.1.mlp.experts.gate_up_proj"]
+    dcp_to_torch_save(tmp_path / "dist", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=False)[f"decoder.layers.{name}"]
+    assert torch.equal(found[1], published.mT)
 
 
 @pytest.mark.usefixtures("small_pieces")

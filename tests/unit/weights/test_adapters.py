@@ -44,7 +44,7 @@ MODULES: dict[str, dict[str, set[str]]] = {
         "attention": {"self_attn.qkv_proj", "self_attn.o_proj"},
         "mlp": {"mlp.gate_up_proj", "mlp.down_proj"},
     },
-    "qwen3_moe": {**_DENSE, "experts": _EXPERTS},
+    **{name: {**_DENSE, "experts": _EXPERTS} for name in ("qwen3_moe", "qwen3_vl_moe")},
     "qwen2_moe": {"attention": _QKVO, "mlp": _SWIGLU | _SHARED_EXPERT, "experts": _EXPERTS},
     **dict.fromkeys(("glm4_moe", "glm4v_moe"), _GLM),
     "mixtral": {"attention": _QKVO, "experts": _SPARSE},
@@ -116,6 +116,6 @@ def test_what_peft_leaves_out(family: Family) -> None:
     """Compared with PEFT 0.21.2 and transformers 5.19, logits of a small model of each family and of the merged one:
     of Mixtral and MiniMax-M2 nothing is lost.
     """
-    experts = {"gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text"}
+    experts = {"gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe"}
     expected = None if family.name in ("mixtral", "minimax_m2") else "experts" if family.name in experts else "mlp"
     assert family.lost_in_peft == expected

@@ -88,12 +88,12 @@ def test_the_flops_of_an_image_are_those_that_transformers_computes(tmp_path: Pa
     assert tower is not None
     model = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
     vision = model.config.vision_config
-    size, more = 56 if family == "internvl_qwen3" else 8 * vision.patch_size, 0
-    if family in ("mistral3", "internvl_qwen3", "gemma3"):
+    size, more = 56 if family.startswith("internvl") else 8 * vision.patch_size, 0
+    if family.startswith(("mistral3", "internvl", "gemma3")):
         given = {"pixel_values": torch.zeros(1, 3, size, size)}
         if family == "mistral3":
             given["image_sizes"] = torch.tensor([[size, size]])
-        elif family == "internvl_qwen3":
+        elif family.startswith("internvl"):
             # What stands before the patches has no pixels; it is counted as if it had.
             more = 2 * 32 * 3 * 14**2
     else:
@@ -184,6 +184,57 @@ def test_qwen2_5_vl_as_published(tmp_path: Path) -> None:
     with torch.device("meta"):
         text = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(tmp_path)).language_model
     assert {f"model.{name}" for name, _ in text.named_parameters()} == shapes.keys() - {"lm_head.weight"}
+
+
+# The language model of Qwen3-VL-30B-A3B-Instruct on Hugging Face.
+QWEN3_VL_30B = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 2048, "spatial_merge_size": 2},
+}
+
+
+def test_qwen3_vl_with_experts_as_published(tmp_path: Path) -> None:
+    """Files have inputs before outputs in the tensors of experts; engines take each expert's as other files have it."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B))
+    spec, layer = read_model_spec(tmp_path), "model.language_model.layers.47.mlp"
+    shapes, sent = spec.expected_tensors(), spec.expected_tensors(by_expert=True)
+    # 30,532,122,624 of Qwen3-30B-A3B, whose language model has the same sizes.
+    for each in (shapes, sent):
+        assert sum(torch.Size(shape).numel() for shape in each.values()) == 30_532_122_624
+    assert shapes[f"{layer}.experts.gate_up_proj"] == (128, 2048, 2 * 768)
+    assert shapes[f"{layer}.experts.down_proj"] == (128, 768, 2048)
+    assert {sent[f"{layer}.experts.127.{name}_proj.weight"] for name in ("gate", "up")} == {(768, 2048)}
+    assert sent[f"{layer}.experts.127.down_proj.weight"] == (2048, 768)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="norm_topk_prob"):
+        read_model_spec(tmp_path)
 
 
 def test_axes_of_m_rope_are_those_of_transformers() -> None:
