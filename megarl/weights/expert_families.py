@@ -21,9 +21,9 @@ from megarl.weights.stacked_blocks import (
     BIASED_EXPERTS,
     OUTPUT_BIAS,
     SINKS,
+    SPARSE_EXPERTS,
     STACKED_EXPERTS,
     TRANSPOSED_EXPERTS,
-    fused_experts,
 )
 from megarl.weights.tables import FAMILIES, register_family, register_multimodal
 
@@ -64,10 +64,7 @@ for _family in (
         lost_in_peft="experts",
         ends_on_every_stage=True,
         architectures=("GraniteMoeForCausalLM",),
-        weights=DECODER
-        + fused_experts(
-            "block_sparse_moe", "router.layer.weight", gate_up="input_linear.weight", down="output_linear.weight"
-        ),
+        weights=DECODER + SPARSE_EXPERTS,
         defaults=NO_MULTIPLIERS,
         required={"hidden_act": ("silu",), "attention_bias": (False,)},
         expert_ffn_key="intermediate_size",
@@ -257,17 +254,16 @@ for _family in (
     ),
 ):
     register_family(_family)
-_QWEN3_MOE = FAMILIES.get("qwen3_moe")
 # Transformers normalises routing weights whatever the config says.
 register_multimodal(
-    replace(_QWEN3_MOE, weights=DECODER + DENSE_MLP + TRANSPOSED_EXPERTS + QK_NORM),
+    replace(FAMILIES.get("qwen3_moe"), weights=DECODER + DENSE_MLP + TRANSPOSED_EXPERTS + QK_NORM),
     name="qwen3_vl_moe",
     architecture="Qwen3VLMoeForConditionalGeneration",
     ignored_rope=("mrope_section", "mrope_interleaved"),
     interleaves_mrope=True,
     lost_in_peft="experts",
     normalizes_experts=True,
-    required={**_QWEN3_MOE.required, "norm_topk_prob": (True,)},
+    required={**FAMILIES.get("qwen3_moe").required, "norm_topk_prob": (True,)},
 )
 register_multimodal(
     FAMILIES.get("glm4_moe"),

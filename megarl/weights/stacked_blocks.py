@@ -54,7 +54,7 @@ BIASED_EXPERTS = (
 )
 
 
-def fused_experts(
+def _fused_experts(
     block: str, router: str, gate_up: str, down: str, *, is_transposed: bool = False
 ) -> tuple[WeightRule, ...]:
     """Return the weight rules of router and experts in tensors of all experts of a layer, of which one has gates and
@@ -85,9 +85,12 @@ def fused_experts(
     )
 
 
+SPARSE_EXPERTS = _fused_experts(
+    "block_sparse_moe", "router.layer.weight", gate_up="input_linear.weight", down="output_linear.weight"
+)
 # Engines take both matrices of the first, and every expert, by a name of its own.
 STACKED_EXPERTS, TRANSPOSED_EXPERTS = (
-    fused_experts(
+    _fused_experts(
         "mlp", "gate.weight", gate_up="experts.gate_up_proj", down="experts.down_proj", is_transposed=is_transposed
     )
     for is_transposed in (False, True)
