@@ -132,8 +132,9 @@ def whole_slices(model: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> list[
             rows[tensor.name] += size
             if (whole := tensors.get(placed.name(tensor.name))) is not None:
                 # Of an expert, gate and up have names of their own.
-                own = whole[placed.expert][first : first + size] if tensor.of_expert else whole
-                views[placed.name(tensor.sent_name)] = own
+                one = whole[placed.expert] if tensor.of_expert else whole
+                one = one.T if tensor.is_transposed else one
+                views[placed.name(tensor.sent_name)] = one[first : first + size] if tensor.of_expert else one
     return [Slice(tensor=name, index=(), view=view, owned=True) for name, view in views.items()]
 
 

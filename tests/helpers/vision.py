@@ -69,8 +69,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-# Not square: transformers tells by the shape which axis comes first.
-_EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+# Not square, as transformers tells by the shape which axis comes first, and what vLLM does not pad on CPUs.
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _DELTA = {
     **_TEXT,
     "head_dim": 64,
