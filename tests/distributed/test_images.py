@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -176,32 +177,55 @@ def test_a_frozen_tower_reads_images_and_is_not_among_the_weights(
     assert found.grad_norm == pytest.approx(squares**0.5, rel=1e-6)
 
 
-def test_adapters_of_the_language_model_learn_beside_a_frozen_tower(pool: GetPool, answers: GetAnswers) -> None:
+def _matrix(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    """Return a module's part [out, in] of tensors, of which Qwen3-VL's have inputs first and all experts of a layer."""
+    if ".experts." not in module:
+        return tensors[f"{module}.weight"]
+    block, number, kind = module.rsplit(".", 2)
+    if kind == "down_proj":
+        return tensors[f"{block}.down_proj"][int(number)].T
+    return tensors[f"{block}.gate_up_proj"][int(number)].T.chunk(2)[kind == "up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"), [("qwen3_vl", 7), pytest.param("qwen3_vl_moe", 4 + 4 * 3, marks=pytest.mark.long)]
+)
+def test_adapters_of_the_language_model_learn_beside_a_frozen_tower(
+    pool: GetPool, answers: GetAnswers, tmp_path: Path, family: str, modules: int
+) -> None:
     """With B = 0 the model is transformers', and where a weight's gradient is dW, that of B is s·dW·Aᵀ."""
-    expected, layout = answers("qwen3_vl"), LAYOUTS["tp2-sp"]
+    expected, layout = answers(family), LAYOUTS["tp2-sp"]
     lora, rows = LoraConfig(rank=4, alpha=8.0), with_advantages(expected.rows)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad_norm=1e9, distributed=False)
     case = AdapterCase(
         model=ModelConfig(path=str(expected.path), dtype="float32", vocab_multiple=4),
-        actor=ActorConfig(
-            layout=layout, lora=lora, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad_norm=1e9)
-        ),
+        # Of the experts' gradients, each rank would have the sum of a part alone.
+        actor=ActorConfig(layout=layout, lora=lora, optimizer=optimizer),
         rows=rows,
         micro_batches=split_rows(len(rows), 1),
         request=update_request(rows, lr=1e-3),
         vision=Vision(store=expected.store),
+        save=str(tmp_path / "saved"),
     )
     outcomes = pool(2).run(run_adapters, case)
     assert_rows("log-probs", [each.logprobs for each in outcomes], expected.logprobs)
-    shapes = adapter_spec(read_model_spec(expected.path, tower="none"), lora).expected_tensors()
+    spec = read_model_spec(expected.path, tower="none")
+    shapes = adapter_spec(spec, lora).expected_tensors()
     after, gradients = (assembled(outcomes, shapes, what) for what in ("after", "gradients"))
     names = [name.removesuffix(".lora_B.weight") for name in shapes if name.endswith(".lora_B.weight")]
-    assert len(names) == 4 * 7
+    assert len(names) == 4 * modules
     for name in names:
         # A has no gradient, and stays what it was.
-        wanted = 2.0 * expected.gradients[f"{name}.weight"] @ after[f"{name}.lora_A.weight"].T
+        wanted = 2.0 * _matrix(expected.gradients, name) @ after[f"{name}.lora_A.weight"].T
         error, largest = float((gradients[f"{name}.lora_B.weight"] - wanted).abs().max()), float(wanted.abs().max())
         assert error <= TOLERANCE * largest, f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
     assert [name for each in outcomes for name in each.changed] == []
+    files = [str(file) for file in create_model_files(tmp_path / "merged", weight_specs(spec, "float32"))]
+    pool(2).run(run_adapters, replace(case, save="", load=case.save, weight_files=files))
+    merged, base = read_tensors(tmp_path / "merged"), read_tensors(expected.path)
+    for name in names:
+        update = 2.0 * after[f"{name}.lora_B.weight"] @ after[f"{name}.lora_A.weight"]
+        torch.testing.assert_close(_matrix(merged, name), _matrix(base, name) + update, atol=1e-6, rtol=1e-6)
 
 
 def test_a_placeholder_that_the_policy_samples_is_a_token_like_any_other(
