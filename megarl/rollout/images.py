@@ -1,6 +1,5 @@
 """Give vLLM prompts with images as the run's own ids, with a place for each image, and never as text to expand."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,6 +9,7 @@ import numpy as np
 from megarl.errors import DataError
 from megarl.types.images import RowImage
 from megarl.vision.reader import open_image
+from megarl.vision.recent import Recent
 from megarl.vision.store import ImageStore
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ImagePrompts:
 
     def __init__(self, renderer: "BaseRenderer[Any]", store: Path) -> None:
         self._renderer, self._store = renderer, ImageStore(store)
-        self._kept = OrderedDict[str, "MultiModalInput"]()
+        self._kept = Recent["MultiModalInput"](_KEPT_BYTES, self._read, _num_bytes)
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[RowImage], whose: str) -> EnginePrompt:
         """Return a prompt with images for vLLM; its caches know each image by its digest.
@@ -60,7 +60,7 @@ class ImagePrompts:
             return tokens_input(ids)
         items, ranges = [], []
         for image in images:
-            alone = self._read(image.digest)
+            alone = self._kept[image.digest]
             (found,) = alone["mm_placeholders"]["image"]
             features = range(found.length) if found.is_embed is None else found.is_embed.nonzero().flatten().tolist()
             start = int(image.places[0]) - features[0]
@@ -83,17 +83,12 @@ class ImagePrompts:
 
     def _read(self, digest: str) -> "MultiModalInput":
         """Return an image alone as the engine's own processor reads it."""
-        if (known := self._kept.pop(digest, None)) is None:
-            processor = self._renderer.get_mm_processor().info.get_hf_processor()
-            mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-            image = open_image(self._store.read(digest))
-            prompt = {"prompt_token_ids": [mark], "multi_modal_data": {"image": [image]}}
-            (known,) = self._renderer.render_cmpl([prompt], skip_mm_cache=True)
-        self._kept[digest] = known
-        size = sum(_num_bytes(each) for each in self._kept.values())
-        while size > _KEPT_BYTES and len(self._kept) > 1:
-            size -= _num_bytes(self._kept.popitem(last=False)[1])
-        return known
+        processor = self._renderer.get_mm_processor().info.get_hf_processor()
+        mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        image = open_image(self._store.read(digest))
+        prompt = {"prompt_token_ids": [mark], "multi_modal_data": {"image": [image]}}
+        (alone,) = self._renderer.render_cmpl([prompt], skip_mm_cache=True)
+        return alone
 
 
 def _num_bytes(alone: "MultiModalInput") -> int:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
 from megarl.host.reading import MODEL_REMEDY, read_object, reason_of
+from megarl.vision.recent import Recent
 from megarl.vision.store import ImageStore
 from megarl.vision.torchvision_part import import_torchvision
 
@@ -87,7 +87,7 @@ class ImageReader:
 
     def __init__(self, model: Path, store: ImageStore) -> None:
         self._model, self.store = model, store
-        self._kept = OrderedDict[str, ImageInputs]()
+        self._kept = Recent[ImageInputs](_KEPT_BYTES, self._process, lambda inputs: inputs.num_bytes)
         self._measured = dict[tuple[int, int], ImageInputs]()
         self._loaded: Any = None
 
@@ -118,12 +118,7 @@ class ImageReader:
 
     def read(self, digest: str) -> ImageInputs:
         """Return what the model reads of the image with this digest. Raise ConfigError if its bytes are no image."""
-        inputs = self._kept.pop(digest, None) or self._process(digest)
-        self._kept[digest] = inputs
-        size = sum(each.num_bytes for each in self._kept.values())
-        while size > _KEPT_BYTES and len(self._kept) > 1:
-            size -= self._kept.popitem(last=False)[1].num_bytes
-        return inputs
+        return self._kept[digest]
 
     def measure(self, size: tuple[int, int]) -> ImageInputs:
         """Return what the model reads of any image of this width and height, without tensors.

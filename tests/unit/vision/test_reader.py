@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from megarl.errors import ConfigError
@@ -143,22 +142,6 @@ def _turned(data: bytes) -> bytes:
     exif[0x0112] = 6  # as a camera that was held on its side writes it
     image.save(out, "PNG", exif=exif)
     return out.getvalue()
-
-
-def test_what_was_read_last_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, made = ImageStore(tmp_path), list[str]()
-    found = ImageReader(tmp_path, store)
-
-    def process(digest: str) -> reader.ImageInputs:
-        made.append(digest)
-        return reader.ImageInputs(tensors={"x": torch.zeros(10)}, token_ids=(1,), is_feature=(True,), grid=None)
-
-    monkeypatch.setattr(found, "_process", process)
-    # Two of 40 bytes.
-    monkeypatch.setattr(reader, "_KEPT_BYTES", 80)
-    for digest in "abacabb":
-        found.read(digest)
-    assert "".join(made) == "abcb"
 
 
 def test_torchvision_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
