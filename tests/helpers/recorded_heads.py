@@ -131,9 +131,16 @@ class RecordedCase(TaughtCase):
         return RecordedHead(logprobs=logprobs.to(taught.dtype), ids=ids, measure=self.measure)
 
 
+SCALES = {-1: 1.0, 0: 0.9, 4: 1.05}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeCase(RecordedCase):
-    """A problem whose sampler's whole distribution is at hand, as a teacher's is; also weight `tv` and `kl`."""
+    """A problem whose sampler's whole distribution is at hand, as a teacher's is; also weight `tv` and `kl`.
+
+    which: the number in `SCALES` of each token's output weight, relative to the teacher's."""
+
+    which: tuple[int, ...] | None = None
 
     @property
     def expected(self) -> TaughtResult:
@@ -143,9 +150,10 @@ class WholeCase(RecordedCase):
         matrix = student.weight.detach().double().clone().requires_grad_()
         z, logprobs, entropy = dense_values(student, hidden, matrix)
         lp = z.log_softmax(-1)
-        lq = (problem.teacher_hidden.double() @ problem.teacher_weight.double().t() / TEACHER_TEMPERATURE).log_softmax(
-            -1
-        )
+        u = problem.teacher_hidden.double() @ problem.teacher_weight.double().t() / TEACHER_TEMPERATURE
+        if self.which is not None:
+            u = u * torch.tensor([SCALES[number] for number in self.which], dtype=u.dtype)[:, None]
+        lq = u.log_softmax(-1)
         p, q = lp.detach().exp(), lq.exp()
         if self.weight == "tv":
             value = (p - q).abs().sum(1) / 2
@@ -166,7 +174,13 @@ class WholeCase(RecordedCase):
         from megarl.parallel.head.given_teachers import TeacherLogits
 
         return TeacherLogits(
-            hidden=taught, weight=other, shard=other_shard, temperature=TEACHER_TEMPERATURE, measure=self.measure
+            hidden=taught,
+            weight=other,
+            shard=other_shard,
+            temperature=TEACHER_TEMPERATURE,
+            measure=self.measure,
+            others={number: other * scale for number, scale in SCALES.items() if number >= 0},
+            which=None if self.which is None else torch.tensor(self.which),
         )
 
 

@@ -95,10 +95,9 @@ class DeferredGradients(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kept = x.buffer(len(x.hidden)) if keep else None
         found = row_statistics(x, kept=kept)
-        ctx.save_for_backward(
-            x.hidden, weight, x.labels, x.inverse_temperature, found.lse, found.entropy, found.nucleus_lse, x.nucleus
-        )
-        ctx.context = x.shard, x.chunk_tokens, x.kernels, x.logit_cap, sinks
+        # `x` holds no more than these tensors; autograd watches whether they are overwritten.
+        ctx.save_for_backward(x.hidden, weight, found.lse, found.entropy, found.nucleus_lse)
+        ctx.context = x, sinks
         ctx.kept, ctx.spent = kept, False
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(found.entropy)
@@ -107,27 +106,16 @@ class DeferredGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[object, ...]:
-        shard, chunk_tokens, kernels, logit_cap, sinks = ctx.context
+        x, sinks = ctx.context
         if ctx.spent:
             raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
         ctx.spent = sinks.overwrite_hidden
-        hidden, weight, labels, inverse_temperature, lse, entropy, nucleus_lse, nucleus = ctx.saved_tensors
-        x = HeadInputs(
-            hidden=hidden,
-            weight=weight[: shard.size],
-            labels=labels,
-            inverse_temperature=inverse_temperature,
-            shard=shard,
-            chunk_tokens=chunk_tokens,
-            kernels=kernels,
-            nucleus=nucleus,
-            logit_cap=logit_cap,
-        )
+        hidden, weight, lse, entropy, nucleus_lse = ctx.saved_tensors
         # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
-        buffer = x.buffer(min(chunk_tokens, len(hidden))) if kept is None else None
+        buffer = x.buffer(min(x.chunk_tokens, len(hidden))) if kept is None else None
         grad_hidden = HiddenGradient(hidden, sinks)
         grad_weight = WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         for rows in x.chunks():

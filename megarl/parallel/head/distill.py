@@ -5,11 +5,12 @@ its hidden states with its output weight for each time that they are needed (rec
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megarl.parallel.head.differentiable import LossGradients, overwrite_by_gradient, require_same_gradient
 from megarl.parallel.head.divergence import Divergence
@@ -23,6 +24,7 @@ from megarl.parallel.head.teachers import LogitsChunk, Teacher, TeacherCompariso
 
 _NUM_VALUES = len(TeacherComparison._fields)
 _DEFAULTS = HeadOptions()
+_Values = TypeVar("_Values", torch.Tensor | float, torch.Tensor | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,26 +72,52 @@ def vocab_parallel_divergence(
     """
     if divergence is Divergence.JSD and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}, expected a number between 0 and 1; the ends are forward and reverse KL")
+    back = None
+    if isinstance(teacher, TeacherLogits) and (order := order_of_versions(teacher, shard.group, options.row_counts)):
+        whole, own, counts = order
+        back = whole.argsort()
+        hidden, labels, nucleus = hidden[own], labels[whole], _at(nucleus, whole)
+        temperature, which = _at(teacher.temperature, whole), _at(teacher.which, whole)
+        teacher = replace(teacher, hidden=teacher.hidden[own], which=which, temperature=temperature)
+        gradients, temperature = _in_order(options.loss_gradients, whole, back), _at(options.temperature, whole)
+        options = replace(options, temperature=temperature, row_counts=counts, loss_gradients=gradients)
     x, sinks, hidden, weight = prepare_head(hidden, weight, labels, shard=shard, options=options, nucleus=nucleus)
     compared = prepare_teacher(teacher, x, sinks, labels, divergence, beta)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = TeacherComparison(*compare_rows(x, compared))
-        logprobs, entropy, value = found.logprobs, found.entropy, found.divergence
     else:
-        logprobs, entropy, value, table = DistilledGradients.apply(hidden, weight, x, compared, sinks, options)
-        found = TeacherComparison(*table)
-    return DistilledLogprobs(
-        logprobs=logprobs,
-        entropy=entropy,
-        divergence=value,
-        teacher_logprobs=found.teacher_logprobs,
-        reverse_kl=found.reverse_kl,
-        forward_kl=found.forward_kl,
-        teacher_entropy=found.teacher_entropy,
-        agreement=found.agreement,
-        student_mass=found.student_mass,
-        teacher_mass=found.teacher_mass,
-    )
+        *differentiable, table = DistilledGradients.apply(hidden, weight, x, compared, sinks, options)
+        found = TeacherComparison(*differentiable, *table[len(differentiable) :])
+    values = {each.name: getattr(found, each.name) for each in fields(DistilledLogprobs)}
+    return DistilledLogprobs(**{name: each if back is None else each[back] for name, each in values.items()})
+
+
+def order_of_versions(
+    teacher: TeacherLogits, group: dist.ProcessGroup, row_counts: Sequence[int] | None
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[int] | None] | None:
+    """Return the order of tokens by version in which few chunks are multiplied by several weights, the same on all
+    ranks; None if each version is in one place.
+
+    It has the places of all tokens, those of this rank's hidden states among these, and the new `row_counts`.
+    """
+    which = teacher.which
+    if which is None or len(which.unique_consecutive()) == len(numbers := which.unique()):
+        return None
+    whole = which.argsort(stable=True)
+    if row_counts is None:
+        return whole, whole, None
+    parts = which.split(list(row_counts))
+    counts = torch.stack([(part == number).sum() for number in numbers for part in parts])
+    return whole, parts[group.rank()].argsort(stable=True), counts.tolist()
+
+
+def _at(values: _Values, places: torch.Tensor) -> _Values:
+    """Return values of tokens at these places; one that all tokens have stays."""
+    return values[places] if isinstance(values, torch.Tensor) and values.ndim else values
+
+
+def _in_order(given: LossGradients | None, whole: torch.Tensor, back: torch.Tensor) -> LossGradients | None:
+    return given and (lambda *values: tuple(_at(each, whole) for each in given(*(value[back] for value in values))))
 
 
 def logits_of(teacher: Teacher, x: HeadInputs) -> Callable[[slice], torch.Tensor]:
@@ -162,7 +190,6 @@ class DistilledGradients(torch.autograd.Function):
                 x, teacher, sinks, options.loss_gradients, weight, wanted=wanted
             )
         ctx.in_chunk = options.loss_gradients is not None
-        # `x` holds no more than these tensors; autograd watches whether they are overwritten.
         ctx.save_for_backward(table, weight, x.hidden, *used)
         ctx.context = x, teacher, sinks
         values = [table[i].clone() for i in range(3)]

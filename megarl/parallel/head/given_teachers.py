@@ -103,8 +103,11 @@ def prepare_teacher(
     )
     columns = _compared_columns(given, shard)
     inputs = head_inputs(states, given.weight, labels, shard=given.shard, options=options)
-    others = {number: weight.to(inputs.weight.dtype) for number, weight in given.others.items()}
-    inputs = replace(inputs, others=others, which=given.which)
+    if given.which is not None:
+        others = {number: weight[: given.shard.size].to(inputs.weight.dtype) for number, weight in given.others.items()}
+        weights, (numbers, counts) = {-1: inputs.weight, **others}, given.which.unique_consecutive(return_counts=True)
+        runs = [(weights[number], count) for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)]
+        inputs = replace(inputs, runs=runs)
     if given.measure is not None:
         if columns != given.shard.size or x.nucleus is not None:
             raise ValueError("a policy is measured against another's whole distribution, not against a part of it")

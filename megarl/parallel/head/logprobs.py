@@ -53,7 +53,7 @@ class HeadOptions:
         main_grad: [≥ shard.size, H] float32; the weight's gradient is added to it instead of returned to autograd.
         overwrite_hidden: write the gradient of the hidden states over them, to save memory. No other code may read
             them then, not even in backward. With this or `row_counts`, backward can run only once.
-        row_counts: how many hidden states each rank has, in rank order; None: every rank has all of them.
+        row_counts: how many hidden states each rank has, as in `RowOwners`; None: every rank has all of them.
         logit_cap: c if the model's logits are c·tanh(h·Wᵀ/c).
     """
 
@@ -140,7 +140,7 @@ def _row_owners(num_own: int, num_labels: int, group: dist.ProcessGroup, row_cou
     if num_rows != num_labels:
         raise ValueError(f"hidden has {num_rows} rows, labels {num_labels}; they must agree")
     rank, size = group.rank(), group.size()
-    if row_counts is not None and (len(row_counts) != size or num_own != row_counts[rank]):
+    if row_counts is not None and (len(row_counts) % size or num_own != sum(row_counts[rank::size])):
         raise ValueError(f"hidden has {num_own} rows on rank {rank} of {size}, expected those of {row_counts}")
     return RowOwners(group=group, counts=None if row_counts is None else tuple(row_counts))
 

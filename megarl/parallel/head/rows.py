@@ -1,6 +1,6 @@
 """Gather hidden states that the ranks of a group hold in uneven parts, and reduce their gradient back to the owners."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ import torch.distributed as dist
 class RowOwners:
     """How many consecutive rows of a tensor [N, ...] (one per token) each rank owns, in rank order.
 
-    `counts` is None if every rank has all rows.
+    `counts` is None if every rank has all rows. Where it has more than one number per rank, run i is of rank i modulo
+    the group's size.
     """
 
     group: dist.ProcessGroup
@@ -23,12 +24,14 @@ class RowOwners:
             return rows
         gathered = rows.new_empty(sum(self.counts), *rows.shape[1:])
         # Neither backend gathers parts of different sizes without padding or copies; a broadcast from each owner does.
-        parts = gathered.split(list(self.counts))
-        parts[self.group.rank()].copy_(rows)
+        parts, size = gathered.split(list(self.counts)), self.group.size()
+        mine = parts[self.group.rank() :: size]
+        for part, own in zip(mine, rows.split([len(part) for part in mine]), strict=True):
+            part.copy_(own)
         wait_all(
             [
-                dist.broadcast(part, group_src=owner, group=self.group, async_op=True)
-                for owner, part in enumerate(parts)
+                dist.broadcast(part, group_src=run % size, group=self.group, async_op=True)
+                for run, part in enumerate(parts)
                 if len(part)
             ]
         )
@@ -43,26 +46,28 @@ class RowOwners:
         if self.counts is None:
             return [dist.all_reduce(partial, group=self.group, async_op=True)]
         return [
-            dist.reduce(partial[first:last], group_dst=owner, group=self.group, async_op=True)
-            for owner, first, last in self._overlaps(start, len(partial))
+            dist.reduce(partial[first:last], group_dst=run % self.group.size(), group=self.group, async_op=True)
+            for run, first, last in overlaps(self.counts, start, len(partial))
         ]
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a tensor that has all rows [N, ...]."""
-        return rows if self.counts is None else rows.split(list(self.counts))[self.group.rank()]
+        if self.counts is None:
+            return rows
+        mine = rows.split(list(self.counts))[self.group.rank() :: self.group.size()]
+        return mine[0] if len(mine) == 1 else torch.cat(mine)
 
-    def _overlaps(self, start: int, length: int) -> Sequence[tuple[int, int, int]]:
-        """Yield (owner, first, last) for each rank that owns some of the rows [start, start + length); relative to
-        `start`.
-        """
-        assert self.counts is not None
-        overlaps, begin = [], -start
-        for owner, count in enumerate(self.counts):
-            first, last = max(begin, 0), min(begin + count, length)
-            if first < last:
-                overlaps.append((owner, first, last))
-            begin += count
-        return overlaps
+
+def overlaps(counts: Sequence[int], start: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (run, first, last) for each run of so many consecutive rows that has some of [start, start + length);
+    relative to `start`.
+    """
+    begin = -start
+    for run, count in enumerate(counts):
+        first, last = max(begin, 0), min(begin + count, length)
+        if first < last:
+            yield run, first, last
+        begin += count
 
 
 def wait_all(works: "Sequence[dist.Work | None]") -> None:

@@ -8,14 +8,15 @@ A token that was sampled from a set S of the vocabulary (top-k, top-p) has a fou
 of S. Then  log p = Σ_i z_i − logsumexp_i lse_i(S),  while H remains that of the whole vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from megarl.parallel.head.kernels import ChunkKernels
+from megarl.parallel.head.rows import overlaps
 
 # The type of `ChunkKernels.statistics`, with its arguments: logits, inverse temperatures, labels, out.
 StatisticsWriter: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -62,8 +63,7 @@ class HeadInputs:
 
     logit_cap: c if the model caps its logits r to c·tanh(r/c) (Gemma 2); everything below calls the capped ones raw.
 
-    others: further output weights [≥ shard.size, H] by number. which: [N] the number of each token's, −1 of `weight`
-    itself; None: all have this one.
+    runs: the output weight [shard.size, H] of so many consecutive tokens at a time; None: all have `weight`.
     """
 
     hidden: torch.Tensor
@@ -75,8 +75,7 @@ class HeadInputs:
     kernels: ChunkKernels
     nucleus: torch.Tensor | None = None
     logit_cap: float | None = None
-    others: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    which: torch.Tensor | None = None
+    runs: Sequence[tuple[torch.Tensor, int]] | None = None
 
     def __post_init__(self) -> None:
         nucleus, expected = self.nucleus, len(self.labels)
@@ -98,13 +97,13 @@ class HeadInputs:
 
     def rows(self, indices: torch.Tensor) -> "HeadInputs":
         """Return the inputs of the tokens at `indices` only."""
+        assert self.runs is None, "runs of tokens have weights of their own"
         return replace(
             self,
             hidden=self.hidden[indices],
             labels=self.labels[indices],
             inverse_temperature=self.inverse_temperature[indices],
             nucleus=None if self.nucleus is None else self.nucleus[indices],
-            which=None if self.which is None else self.which[indices],
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
@@ -118,12 +117,9 @@ class HeadInputs:
         """Compute a slice's raw logits, h·Wᵀ or these capped, into the first rows of `out`, and return these rows."""
         logits = out[: rows.stop - rows.start]
         if self.shard.size:
-            if self.which is None:
-                torch.mm(self.hidden[rows], self.weight.t(), out=logits)
-            else:
-                for number, weight in {-1: self.weight, **self.others}.items():
-                    mine = (self.which[rows] == number).nonzero()[:, 0]
-                    logits[mine] = self.hidden[rows][mine] @ weight[: self.shard.size].t()
+            weights, counts = zip(*self.runs or [(self.weight, len(self.hidden))], strict=True)
+            for run, first, last in overlaps(counts, rows.start, len(logits)):
+                torch.mm(self.hidden[rows][first:last], weights[run].t(), out=logits[first:last])
             if self.logit_cap is not None:
                 logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
         return logits

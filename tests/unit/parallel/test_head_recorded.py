@@ -1,8 +1,11 @@
 """The head beside an engine's recorded head, on one rank, against the definition on dense float64 distributions."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.helpers.compare import assert_within
 from tests.helpers.head import nucleus_problem
@@ -47,6 +50,41 @@ def test_beside_a_whole_distribution(weight: str, low: float, high: float, memor
         taught_problem(num_rows=0),
     ):
         assert_recorded(WholeCase(problem=problem, weight=weight, low=low, high=high, memory_mode=memory_mode))
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+@pytest.mark.parametrize("weight", ["tis", "tv"])
+def test_tokens_of_several_versions(weight: str, memory_mode: str) -> None:
+    capped = taught_problem()
+    for problem in (capped, replace(capped, student=replace(capped.student, logit_cap=2.0, grad_entropy=None))):
+        for which in ((4, -1, 0, -1, 4, -1, 4), (0, 0, 4, 4, 4, -1, -1), (4,) * 7):
+            assert_recorded(WholeCase(problem=problem, weight=weight, memory_mode=memory_mode, which=which))
+
+
+def test_a_chunk_is_multiplied_by_few_versions_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve tokens in chunks of four, three versions by turns: a product per chunk, in forward and in backward."""
+    multiplied, products, problem = torch.mm, list[int](), taught_problem(num_rows=12)
+
+    def mm(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        # The teacher's states are of another width than the student's.
+        if a.shape[1] == problem.teacher_hidden.shape[1]:
+            products.append(len(a))
+        return multiplied(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    for which in ((-1, 0, 4) * 4, (4,) * 12):
+        WholeCase(problem=problem, chunk_tokens=4, which=which).solve()
+        assert products == [4] * 6
+        products.clear()
+
+
+@pytest.mark.parametrize("memory_mode", REGIMES)
+def test_one_version_is_computed_as_no_versions_are(memory_mode: str) -> None:
+    case = WholeCase(problem=taught_problem().to(torch.float32), memory_mode=memory_mode)
+    expected, got = case.solve()[0], replace(case, which=(-1,) * 7).solve()[0]
+    assert all(torch.equal(got.values[name], value) for name, value in expected.values.items())
+    assert torch.equal(got.grad_hidden, expected.grad_hidden)
+    assert torch.equal(got.grad_weight, expected.grad_weight)
 
 
 def test_a_part_of_a_distribution_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.parallel.head.rows import RowOwners
+from megarl.parallel.head.rows import RowOwners, overlaps
 
 
 def group_of(rank: int, size: int) -> Any:
@@ -34,12 +34,12 @@ def owners(counts: tuple[int, ...] | None, rank: int = 0, size: int = 4) -> RowO
     ],
 )
 def test_owners_of_a_chunk(start: int, length: int, expected: list[tuple[int, int, int]]) -> None:
-    assert owners((3, 0, 5, 1))._overlaps(start, length) == expected
+    assert list(overlaps((3, 0, 5, 1), start, length)) == expected
 
 
 @pytest.mark.parametrize(("counts", "owner"), [((0, 4), 1), ((4, 0), 0)])
 def test_all_rows_on_one_rank(counts: tuple[int, int], owner: int) -> None:
-    got = [owners(counts, size=2)._overlaps(start, 1) for start in range(4)]
+    got = [list(overlaps(counts, start, 1)) for start in range(4)]
     assert got == [[(owner, 0, 1)]] * 4
 
 
@@ -48,6 +48,9 @@ def test_own_rows() -> None:
     got = [owners((3, 0, 5, 1), rank=rank).own(rows).tolist() for rank in range(4)]
     assert got == [[0, 1, 2], [], [3, 4, 5, 6, 7], [8]]
     assert owners(None, rank=2).own(rows) is rows
+    # Two ranks by turns.
+    got = [owners((3, 0, 5, 1), rank=rank, size=2).own(rows).tolist() for rank in range(2)]
+    assert got == [[0, 1, 2, 3, 4, 5, 6, 7], [8]]
 
 
 def test_rows_that_all_ranks_have_are_not_gathered() -> None:

@@ -81,7 +81,11 @@ def test_a_loss_of_the_entropy_that_is_no_sum_over_tokens_is_refused() -> None:
             r"hidden has 7 rows on rank 1 of 2, expected those of \(3, 4\)",
             id="own rows",
         ),
-        pytest.param({"row_counts": (7, 0)}, r"hidden has 7 rows on rank 0 of 1, .* \(7, 0\)", id="other ranks"),
+        pytest.param(
+            {"row_counts": (4, 0, 3), "shard": vocab_shard(group_of(0, 2), 8, 11)},
+            r"hidden has 7 rows on rank 0 of 2, expected those of \(4, 0, 3\)",
+            id="other ranks",
+        ),
         pytest.param(
             {"memory_mode": HeadMemoryMode.IN_CHUNK},
             "loss_gradients belong to in_chunk, which needs them",
