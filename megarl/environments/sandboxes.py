@@ -240,7 +240,7 @@ class ApptainerSandbox(_Image):
         words += [word for pair in self._binds() for word in ("--bind", ":".join(pair))]
         words += ["--home", HOME, "--pwd", WORKSPACE, self._image]
         passed = {f"APPTAINERENV_{name}": value for name, value in variables.items() if name not in ("PATH", "HOME")}
-        return await run_program([*words, *command], stdin, _plain() | passed)
+        return await run_program([*words, *command], stdin, _plain("APPTAINER_") | passed)
 
 
 @SANDBOXES.register("docker")
@@ -262,14 +262,16 @@ class DockerSandbox(_Image):
         words += ["--workdir", WORKSPACE, "--env", f"HOME={HOME}"]
         words += [word for key in passed for word in ("--env", key)]
         try:
-            return await run_program([*words, self._image, *command], stdin, _plain() | passed)
+            return await run_program([*words, self._image, *command], stdin, _plain("DOCKER_") | passed)
         finally:
             # A container outlives its client.
-            await asyncio.shield(run_program(["docker", "rm", "--force", name], "", _plain()))
+            await asyncio.shield(run_program(["docker", "rm", "--force", name], "", _plain("DOCKER_")))
 
 
-def _plain() -> dict[str, str]:
-    return {name: value for name in ("PATH", "HOME", "LANG") if (value := os.environ.get(name))}
+def _plain(client: str | None = None) -> dict[str, str]:
+    """Return what every program gets of the environment, with how variables begin that tell a client of its daemon."""
+    own = ("PATH", "HOME", "LANG")
+    return {name: value for name, value in os.environ.items() if name in own or (client and name.startswith(client))}
 
 
 @functools.cache

@@ -285,6 +285,9 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(sandboxes, "run_program", run_program)
     monkeypatch.setattr(sandboxes, "_refusal", lambda trial: "")
+    # As Docker without root has it.
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/user/1000/docker.sock")
+    monkeypatch.setenv("APPTAINER_CACHEDIR", "/cache")
     variables = {"PATH": "/mine", "HOME": "/mine", "KEY": "secret"}
     places = []
 
@@ -297,7 +300,7 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(run("apptainer", image="a.sif"))
     asyncio.run(run("docker", image="debian:12"))
-    (apptainer, theirs), (docker, docked), (removed, _) = asked
+    (apptainer, theirs), (docker, docked), (removed, removing) = asked
     first, second = places
     assert (
         apptainer
@@ -318,6 +321,8 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert (docked["KEY"], docked["PATH"]) == ("secret", os.environ["PATH"])
     assert removed == ["docker", "rm", "--force", name]
+    for client, told in ((docked, "DOCKER_HOST"), (removing, "DOCKER_HOST"), (theirs, "APPTAINER_CACHEDIR")):
+        assert client[told] == os.environ[told]
 
 
 REMOTE = '''
