@@ -27,7 +27,8 @@ async def by_chat(plan: dict[str, Any]) -> None:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=plan["url"], api_key=KEY, max_retries=0) as client:
-        function = {"name": "add", "description": "Add.", "parameters": SCHEMA}
+        # Older clients stream no answers with other tools.
+        function = {"name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}
         rest: dict[str, Any] = {"model": MODEL, "max_tokens": 900, **({"stop": plan["stop"]} if plan["stop"] else {})}
         rest |= {"tools": [{"type": "function", "function": function}]} if plan["tools"] else {}
         messages: list[Any] = [{"role": "developer", "content": plan["system"]}] if plan["system"] else []
