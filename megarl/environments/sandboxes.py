@@ -18,10 +18,23 @@ from megarl.environments.agent import KEY, MOST_OUTPUT_BYTES, Ended, run_program
 from megarl.environments.base import load_object
 from megarl.environments.endpoint import chat_server
 from megarl.errors import ConfigError
+from megarl.host.child_environment import user_variables
 from megarl.registry import Registry
 
 # Where sandboxed programs see the sample's directories.
 WORKSPACE, HOME = "/workspace", "/home/agent"
+# Every program gets these variables of the user. By the others, clients of containers find their daemon and files, and
+# no program in one gets them. None binds directories of the host, as APPTAINER_BINDPATH would.
+_PLAIN = ("PATH", "HOME", "LANG")
+_APPTAINER = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
+_DOCKER = (
+    "DOCKER_HOST",
+    "DOCKER_CONTEXT",
+    "DOCKER_CONFIG",
+    "DOCKER_API_VERSION",
+    "DOCKER_TLS_VERIFY",
+    "DOCKER_CERT_PATH",
+)
 # A pipe would be waited for.
 _READ = """[ -f "$1" ] || [ ! -e "$1" ] || { echo "error: no regular file" >&2; exit 1; }
 exec cat -- "$1"
@@ -91,7 +104,7 @@ def sandbox_maker(name: str, settings: Mapping[str, object], template: Path | No
 
 async def _copy_files(source: Path, target: Path) -> None:
     """Copy a directory with all that programs leave in one, also pipes and sockets, which shutil refuses."""
-    ended = await run_program(["cp", "-a", "--", f"{source}/.", str(target)], "", _plain(), inherits=[])
+    ended = await run_program(["cp", "-a", "--", f"{source}/.", str(target)], "", user_variables(_PLAIN), inherits=[])
     ended.require_success(f"copying {source}")
 
 
@@ -132,7 +145,7 @@ class ProcessSandbox:
         return await run_program(command, stdin, {**variables, "HOME": self.home}, self._scratch / "workspace")
 
     async def read(self, path: str) -> str:
-        ended = await self.run(["sh", "-c", _READ, "sh", path], variables=_plain())
+        ended = await self.run(["sh", "-c", _READ, "sh", path], variables=user_variables(_PLAIN))
         if ended.exit_code:
             raise FileNotFoundError(f"{path}: {ended.errors.decode(errors='replace').strip()}")
         if len(ended.output) >= MOST_OUTPUT_BYTES:
@@ -140,7 +153,7 @@ class ProcessSandbox:
         return ended.output.decode(errors="replace")
 
     async def write(self, path: str, text: str) -> None:
-        ended = await self.run(["sh", "-c", _WRITE, "sh", path], stdin=text, variables=_plain())
+        ended = await self.run(["sh", "-c", _WRITE, "sh", path], stdin=text, variables=user_variables(_PLAIN))
         ended.require_success(f"writing {path}")
 
     async def fork(self) -> Self:
@@ -155,7 +168,9 @@ class ProcessSandbox:
             await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
             if self._scratch.exists():
                 # Caches of Go and Bazel are read-only directories, which only root can empty as they are.
-                await run_program(["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", _plain(), inherits=[])
+                await run_program(
+                    ["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", user_variables(_PLAIN), inherits=[]
+                )
                 await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 
@@ -240,7 +255,7 @@ class ApptainerSandbox(_Image):
         words += [word for pair in self._binds() for word in ("--bind", ":".join(pair))]
         words += ["--home", HOME, "--pwd", WORKSPACE, self._image]
         passed = {f"APPTAINERENV_{name}": value for name, value in variables.items() if name not in ("PATH", "HOME")}
-        return await run_program([*words, *command], stdin, _plain("APPTAINER_") | passed)
+        return await run_program([*words, *command], stdin, user_variables(_PLAIN + _APPTAINER) | passed)
 
 
 @SANDBOXES.register("docker")
@@ -262,23 +277,19 @@ class DockerSandbox(_Image):
         words += ["--workdir", WORKSPACE, "--env", f"HOME={HOME}"]
         words += [word for key in passed for word in ("--env", key)]
         try:
-            return await run_program([*words, self._image, *command], stdin, _plain("DOCKER_") | passed)
+            return await run_program([*words, self._image, *command], stdin, user_variables(_PLAIN + _DOCKER) | passed)
         finally:
             # A container outlives its client.
-            await asyncio.shield(run_program(["docker", "rm", "--force", name], "", _plain("DOCKER_")))
-
-
-def _plain(client: str | None = None) -> dict[str, str]:
-    """Return what every program gets of the environment, with how variables begin that tell a client of its daemon."""
-    own = ("PATH", "HOME", "LANG")
-    return {name: value for name, value in os.environ.items() if name in own or (client and name.startswith(client))}
+            client = user_variables(_PLAIN + _DOCKER)
+            await asyncio.shield(run_program(["docker", "rm", "--force", name], "", client))
 
 
 @functools.cache
 def _refusal(trial: Sequence[str]) -> str:
     """Return why a command does not work here, or nothing if it does."""
     try:
-        done = subprocess.run(trial, check=False, capture_output=True, timeout=30)
+        client = user_variables(_PLAIN + _APPTAINER + _DOCKER)
+        done = subprocess.run(trial, check=False, capture_output=True, timeout=30, env=client)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or [

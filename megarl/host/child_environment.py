@@ -34,6 +34,8 @@ ALLOWED = (
     *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "MEGARL_RUN_ID", "MEGARL_DEVICE", "MEGARL_UMASK"),
 )
 _HERE = ("localhost", "127.0.0.1", "::1")
+# `limit_environment` keeps here what it removes from this process's environment.
+_removed: dict[str, str] = {}
 # Python then looks for modules neither in the current directory nor in that of its script.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # A pattern must not let these through, as in VLLM_API_KEY.
@@ -108,4 +110,11 @@ def child_environment(pass_env: Collection[str], *, key: str) -> dict[str, str]:
 def limit_environment(pass_env: Collection[str], *, key: str) -> None:
     """Remove from this process's environment what `child_environment` leaves out."""
     for name in os.environ.keys() - child_environment(pass_env, key=key).keys():
-        del os.environ[name]
+        _removed[name] = os.environ.pop(name)
+
+
+def user_variables(names: Collection[str]) -> dict[str, str]:
+    """Return variables by name as the user set them, also where `limit_environment` has removed them: for programs that
+    work for megarl and run no code of others themselves.
+    """
+    return {name: value for name, value in (_removed | dict(os.environ)).items() if name in names}

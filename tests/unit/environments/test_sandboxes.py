@@ -17,6 +17,7 @@ from megarl.environments import sandboxes
 from megarl.environments.agent import Ended
 from megarl.environments.sandboxes import SANDBOXES, WorkSandbox, sandbox_maker
 from megarl.errors import ConfigError
+from megarl.host import child_environment
 from tests.helpers.agent_talk import Talk, converse
 
 LOCAL = ["process", "bubblewrap"]
@@ -288,6 +289,13 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
     # As Docker without root has it.
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/user/1000/docker.sock")
     monkeypatch.setenv("APPTAINER_CACHEDIR", "/cache")
+    monkeypatch.setenv("APPTAINER_BINDPATH", "/data")
+    user = dict(os.environ)
+    # As the process does that runs environments.
+    monkeypatch.setattr(os, "environ", dict(user))
+    monkeypatch.setattr(child_environment, "_removed", {})
+    child_environment.limit_environment([], key="environment.pass_env")
+    assert not [name for name in os.environ if name.startswith(("DOCKER_", "APPTAINER_"))]
     variables = {"PATH": "/mine", "HOME": "/mine", "KEY": "secret"}
     places = []
 
@@ -322,7 +330,8 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
     assert (docked["KEY"], docked["PATH"]) == ("secret", os.environ["PATH"])
     assert removed == ["docker", "rm", "--force", name]
     for client, told in ((docked, "DOCKER_HOST"), (removing, "DOCKER_HOST"), (theirs, "APPTAINER_CACHEDIR")):
-        assert client[told] == os.environ[told]
+        assert client[told] == user[told]
+        assert "APPTAINER_BINDPATH" not in client
 
 
 REMOTE = '''

@@ -6,10 +6,12 @@ import httpx
 import pytest
 
 from megarl.errors import ConfigError
+from megarl.host import child_environment as module
 from megarl.host.child_environment import (
     child_environment,
     limit_environment,
     proxy_of,
+    user_variables,
     without_proxy_here,
 )
 
@@ -58,10 +60,13 @@ def test_a_variable_that_is_not_set_is_an_error() -> None:
 
 
 def test_a_process_can_limit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_removed", {})
     monkeypatch.setattr(os, "environ", dict(os.environ))
     limit_environment(["WANDB_API_KEY"], key="k")
     assert os.environ.keys() & USERS.keys() == {"WANDB_API_KEY"}
     assert os.environ.items() >= NEEDED.items()
+    names = ("HF_TOKEN", "WANDB_API_KEY", "NOT_SET")
+    assert user_variables(names) == {name: USERS[name] for name in names if name in USERS}
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1/v1", "http://[::1]:1"])
