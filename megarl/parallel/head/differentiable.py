@@ -9,6 +9,7 @@ loss that is a sum over tokens, where each term depends only on that token's log
 """
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -95,9 +96,9 @@ class DeferredGradients(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kept = x.buffer(len(x.hidden)) if keep else None
         found = row_statistics(x, kept=kept)
-        # `x` holds no more than these tensors; autograd watches whether they are overwritten.
-        ctx.save_for_backward(x.hidden, weight, found.lse, found.entropy, found.nucleus_lse)
-        ctx.context = x, sinks
+        # Autograd frees what it saves after backward, and watches whether it is overwritten.
+        ctx.save_for_backward(found.lse, found.entropy, found.nucleus_lse, weight, *x.large)
+        ctx.context = x.holding(repeat(weight.new_empty(0))), sinks
         ctx.kept, ctx.spent = kept, False
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(found.entropy)
@@ -110,7 +111,9 @@ class DeferredGradients(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
         ctx.spent = sinks.overwrite_hidden
-        hidden, weight, lse, entropy, nucleus_lse = ctx.saved_tensors
+        lse, entropy, nucleus_lse, weight, *large = ctx.saved_tensors
+        x = x.holding(iter(large))
+        hidden = x.hidden
         # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None
         if grad_logprobs is None:
@@ -193,13 +196,19 @@ class GradientsInChunk(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def require_same_gradient(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
-    """Raise ValueError if backward receives other loss gradients (`actual`) than forward has assumed (`used`)."""
+def require_same_gradient(
+    name: str, used: torch.Tensor, actual: torch.Tensor | None, order: torch.Tensor | None = None
+) -> None:
+    """Raise ValueError if backward receives other loss gradients (`actual`) than forward has assumed (`used`).
+
+    order: the rows of the caller, if these are in another order.
+    """
     difference = (used if actual is None else used - actual).abs()
     if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():
         row = int(difference.argmax())
         raise ValueError(
-            f"log-prob head, memory_mode in_chunk: the loss's gradient with respect to the {name} of kept row {row} is "
+            f"log-prob head, memory_mode in_chunk: the loss's gradient with respect to the {name} of kept row "
+            f"{row if order is None else int(order[row])} is "
             f"{0.0 if actual is None else float(actual[row])}, but was {float(used[row])} when that row's chunk was "
             f"computed; the loss is not a sum over tokens: use the memory mode recompute or keep"
         )

@@ -7,6 +7,7 @@ its hidden states with its output weight for each time that they are needed (rec
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from megarl.parallel.head.logprobs import HeadOptions, prepare_head
 from megarl.parallel.head.memory_mode import HeadMemoryMode
 from megarl.parallel.head.recorded import RecordedHead
 from megarl.parallel.head.statistics import HeadInputs, RowStatistics, VocabShard, gather_parts
-from megarl.parallel.head.teachers import LogitsChunk, Teacher, TeacherComparison
+from megarl.parallel.head.teachers import LogitsChunk, Teacher, TeacherComparison, holding
 
 _NUM_VALUES = len(TeacherComparison._fields)
 _DEFAULTS = HeadOptions()
@@ -72,7 +73,7 @@ def vocab_parallel_divergence(
     """
     if divergence is Divergence.JSD and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}, expected a number between 0 and 1; the ends are forward and reverse KL")
-    back = None
+    whole = back = None
     if isinstance(teacher, TeacherLogits) and (order := order_of_versions(teacher, shard.group, options.row_counts)):
         whole, own, counts = order
         back = whole.argsort()
@@ -86,7 +87,7 @@ def vocab_parallel_divergence(
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = TeacherComparison(*compare_rows(x, compared))
     else:
-        *differentiable, table = DistilledGradients.apply(hidden, weight, x, compared, sinks, options)
+        *differentiable, table = DistilledGradients.apply(hidden, weight, x, compared, sinks, options, whole)
         found = TeacherComparison(*differentiable, *table[len(differentiable) :])
     values = {each.name: getattr(found, each.name) for each in fields(DistilledLogprobs)}
     return DistilledLogprobs(**{name: each if back is None else each[back] for name, each in values.items()})
@@ -177,6 +178,7 @@ class DistilledGradients(torch.autograd.Function):
         teacher: Teacher,
         sinks: GradientSinks,
         options: HeadOptions,
+        order: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         ctx.gradients, ctx.kept, ctx.spent = None, None, False
         entropy_needs_grad = options.entropy_needs_grad
@@ -189,9 +191,11 @@ class DistilledGradients(torch.autograd.Function):
             table, *used, entropy_needs_grad, ctx.gradients = _in_chunk(
                 x, teacher, sinks, options.loss_gradients, weight, wanted=wanted
             )
-        ctx.in_chunk = options.loss_gradients is not None
-        ctx.save_for_backward(table, weight, x.hidden, *used)
-        ctx.context = x, teacher, sinks
+        ctx.in_chunk, ctx.order = options.loss_gradients is not None, order
+        large = used or [*x.large, *(() if teacher.inputs is None else teacher.inputs.large)]
+        ctx.save_for_backward(table, weight, *large)
+        nothing = repeat(weight.new_empty(0))
+        ctx.context = x.holding(nothing), holding(teacher, nothing), sinks
         values = [table[i].clone() for i in range(3)]
         ctx.mark_non_differentiable(*([] if entropy_needs_grad else [values[1]]), table)
         ctx.set_materialize_grads(False)
@@ -202,20 +206,22 @@ class DistilledGradients(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError("log-prob head with a teacher: a second backward, but gradients are made once")
         x, teacher, sinks = ctx.context
-        table, weight, hidden, *used = ctx.saved_tensors
+        table, weight, *saved = ctx.saved_tensors
         if ctx.in_chunk:
             ctx.spent = True
-            for name, expected, actual in zip(("log-probs", "entropy", "divergence"), used, grads, strict=False):
-                require_same_gradient(name, expected, actual)
+            for name, used, actual in zip(("log-probs", "entropy", "divergence"), saved, grads, strict=False):
+                require_same_gradient(name, used, actual, ctx.order)
             # Drop our references, or autograd would copy the gradients.
             (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-            return grad_hidden, grad_weight, None, None, None, None
+            return grad_hidden, grad_weight, *[None] * 5
+        large = iter(saved)
+        x, teacher = x.holding(large), holding(teacher, large)
         ctx.spent = sinks.overwrite_hidden
         # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None
-        buffer = x.buffer(min(x.chunk_tokens, len(hidden))) if kept is None else None
+        buffer = x.buffer(min(x.chunk_tokens, len(x.hidden))) if kept is None else None
         others = logits_of(teacher, x)
-        sums = HiddenGradient(hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
+        sums = HiddenGradient(x.hidden, sinks), WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         given = [torch.zeros_like(table[0]) if grad is None else grad for grad in grads[:3]]
         for rows in x.chunks():
             logits = kept[rows] if buffer is None else x.write_logits(rows, buffer)
@@ -223,9 +229,9 @@ class DistilledGradients(torch.autograd.Function):
             there = TeacherComparison(*table[:, rows])
             weights = given[0][rows], by_entropy, given[2][rows]
             _overwrite(LogitsChunk(x, rows, logits, others(rows)), teacher, there, *weights)
-            sums[1].add(logits, hidden[rows])
+            sums[1].add(logits, x.hidden[rows])
             sums[0].add(rows, logits, x.weight)
-        return sums[0].finish(), sums[1].finish(), None, None, None, None
+        return sums[0].finish(), sums[1].finish(), *[None] * 5
 
 
 def _in_chunk(

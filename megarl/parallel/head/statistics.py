@@ -106,6 +106,17 @@ class HeadInputs:
             nucleus=None if self.nucleus is None else self.nucleus[indices],
         )
 
+    @property
+    def large(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a graph should not hold once its backward is over, in the order of `holding`."""
+        return self.hidden, self.weight, *(weight for weight, _ in self.runs or ())
+
+    def holding(self, large: Iterator[torch.Tensor]) -> "HeadInputs":
+        """Return inputs with the next of these tensors in place of the `large` ones."""
+        hidden, weight = next(large), next(large)
+        runs = None if self.runs is None else [(next(large), count) for _, count in self.runs]
+        return replace(self, hidden=hidden, weight=weight, runs=runs)
+
     def buffer(self, num_rows: int) -> torch.Tensor:
         """Allocate memory for the raw logits of `num_rows` tokens, one row per token, aligned so that kernels load 16
         bytes at once.

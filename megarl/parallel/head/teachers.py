@@ -11,8 +11,9 @@ shard; with the shards' masses m_i under the student and n_i under the teacher
 in which no large logits cancel. JSD needs every lse first, and then an all-reduce of two floats per token.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,13 @@ class Teacher(Protocol):
         self, chunk: LogitsChunk, found: TeacherComparison, weight: Tensor, logits: Tensor, term: PolicyTerm
     ) -> None:
         """Do what `ChunkKernels.write_gradient` does, and add weight·∂D/∂r."""
+
+
+def holding(teacher: Teacher, large: Iterator[Tensor]) -> Teacher:
+    """Return a teacher whose inputs, if it has any, have the next of these tensors as their `large` ones."""
+    if teacher.inputs is None:
+        return teacher
+    return replace(cast("WholeTeacher", teacher), inputs=teacher.inputs.holding(large))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,22 @@
 """The log-prob head's regimes on one rank, against dense float64 log_softmax."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.head.logprobs import vocab_parallel_logprobs
+from megarl.parallel.head import given_teachers, logprobs
+from megarl.parallel.head.distill import vocab_parallel_divergence
+from megarl.parallel.head.given_teachers import TeacherLogits
+from megarl.parallel.head.logprobs import HeadOptions, vocab_parallel_logprobs
+from megarl.parallel.head.logprobs import head_inputs as inputs_of_head
 from megarl.parallel.head.memory_mode import HeadMemoryMode
-from megarl.parallel.head.statistics import vocab_shard
+from megarl.parallel.head.statistics import HeadInputs, vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, HeadResult, head_problem
 from tests.helpers.head_ranks import (
@@ -358,3 +364,36 @@ def test_without_a_graph(memory_mode: str) -> None:
         assert not out.entropy.requires_grad
         assert_within("log-probs", out.logprobs, expected.logprobs, atol=1e-12)
         assert_within("entropy", out.entropy, expected.entropy, atol=1e-12)
+
+
+@pytest.mark.parametrize("taught", [False, True])
+@pytest.mark.parametrize("memory_mode", DEFERRED)
+def test_what_the_head_reads_is_freed_before_the_layers_below(
+    memory_mode: str, taught: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the loss alive, neither the copies in float32 nor a version's weights are held longer than backward."""
+    read: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def head_inputs(*args: Any, **options: Any) -> HeadInputs:
+        x = inputs_of_head(*args, **options)
+        read.extend(map(weakref.ref, x.large))
+        return x
+
+    for module in (logprobs, given_teachers):
+        monkeypatch.setattr(module, "head_inputs", head_inputs)
+    shard = vocab_shard(ONE_RANK, 9, 9)
+    hidden, weight = torch.randn(6, 4, dtype=torch.bfloat16).requires_grad_(), torch.randn(9, 4, dtype=torch.bfloat16)
+    below = hidden * 1
+    below.register_hook(lambda _: alive.append(sum(each() is not None for each in read)))
+    options = HeadOptions(memory_mode=HeadMemoryMode(memory_mode), fp32_logits=True, chunk_tokens=2)
+    labels = torch.zeros(6, dtype=torch.int64)
+    if taught:
+        teacher = TeacherLogits(hidden=below.detach() * 1, weight=weight, shard=shard, fp32_logits=True)
+        found = vocab_parallel_divergence(below, weight, labels, shard=shard, teacher=teacher, options=options)
+        loss = found.divergence.sum()
+    else:
+        loss = vocab_parallel_logprobs(below, weight, labels, shard=shard, options=options).logprobs.sum()
+    assert sum(each() is not None for each in read) == len(read) == 2 + 2 * taught
+    loss.backward()
+    assert alive == [0]

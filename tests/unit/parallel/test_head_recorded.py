@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.parallel.head.distill import vocab_parallel_divergence
+from megarl.parallel.head.given_teachers import TeacherLogits
+from megarl.parallel.head.logprobs import HeadOptions
+from megarl.parallel.head.memory_mode import HeadMemoryMode
+from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import nucleus_problem
-from tests.helpers.head_ranks import REGIMES
+from tests.helpers.head_ranks import ONE_RANK, REGIMES
 from tests.helpers.recorded_heads import RecordedCase, WholeCase
 from tests.helpers.teacher_heads import taught_problem
 
@@ -96,3 +101,17 @@ def test_capped_logits_and_no_entropy() -> None:
     problem = taught_problem(top_k=4)
     student = replace(problem.student, logit_cap=2.0, grad_entropy=None)
     assert_recorded(RecordedCase(problem=replace(problem, student=student), weight="tis"))
+
+
+def test_a_row_of_several_versions_is_named_as_it_was_given() -> None:
+    """Which tokens have the wrong gradient is said in the caller's order, not in that of versions."""
+    shard = vocab_shard(ONE_RANK, 9, 9)
+    hidden, weight = torch.randn(6, 4, dtype=torch.float64).requires_grad_(), torch.randn(9, 4, dtype=torch.float64)
+    which = torch.tensor([4, -1, 4, -1, 4, -1])
+    teacher = TeacherLogits(hidden=hidden.detach(), weight=weight, shard=shard, others={4: weight}, which=which)
+    ones = torch.ones(6, dtype=torch.float64)
+    options = HeadOptions(memory_mode=HeadMemoryMode.IN_CHUNK, loss_gradients=lambda *_: (ones, None, None))
+    labels = torch.zeros(6, dtype=torch.int64)
+    found = vocab_parallel_divergence(hidden, weight, labels, shard=shard, teacher=teacher, options=options)
+    with pytest.raises(ValueError, match=r"log-probs of kept row 3 is 5.0, but was 1.0"):
+        (found.logprobs * torch.tensor([1, 1, 1, 5, 1, 1])).sum().backward()
