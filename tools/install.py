@@ -100,6 +100,22 @@ def stamp(venv: Path) -> Path:
     return venv / "megarl-install.sha256"
 
 
+def owner(venv: Path) -> Path:
+    """The file of an environment that names the checkout that made it."""
+    return venv / "megarl-install.checkout"
+
+
+def require_own(venv: Path) -> None:
+    """Refuse an environment of another checkout, whose megarl it runs, or of anybody else: it might be emptied."""
+    if not venv.is_dir() or not any(venv.iterdir()) or ROOT in venv.resolve().parents:
+        return
+    if not owner(venv).is_file():
+        fail(f"{venv} was not made by make install, expected a new place; remove it or name another: VENV=DIR")
+    made_by = Path(owner(venv).read_text(encoding="utf-8"))
+    if made_by != ROOT and made_by.exists():
+        fail(f"{venv} runs megarl of {made_by}, expected an environment of {ROOT}; name another: VENV=DIR")
+
+
 def unfinished(venv: Path) -> "list[Path]":
     """Metadata folders of packages whose installation was cut off; pip would take them for installed.
 
@@ -138,6 +154,7 @@ def create(venv: Path, kind: str = "megarl") -> None:
     say(f"making {venv} with Python {version}")
     if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) != 0:
         fail(f"Python {version} could not make {venv}; its reason is above")
+    owner(venv).write_text(str(ROOT), encoding="utf-8")
 
 
 def take_turn(venv: Path) -> None:
@@ -157,6 +174,7 @@ def take_turn(venv: Path) -> None:
 def prepare(venv: Path, torch_index: str, kind: str = "megarl") -> None:
     """First stage: answer at once if all is installed, otherwise go on inside a usable environment."""
     take_turn(venv)
+    require_own(venv)
     if stamp(venv).is_file() and stamp(venv).read_text(encoding="utf-8") == fingerprint(venv, kind):
         return
     if not usable(venv, kind):

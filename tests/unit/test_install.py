@@ -281,6 +281,34 @@ def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path: Path) -> None:
     assert kept.read_text() == "years of work"
 
 
+def test_an_environment_of_somebody_else_is_neither_used_nor_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    made = there / ".venv"
+    made.mkdir(parents=True)
+    here.mkdir()
+    (made / "pyvenv.cfg").touch()
+    (here / ".venv").symlink_to(made)
+    install.owner(made).write_text(str(there))
+    monkeypatch.setattr(install, "ROOT", here)
+    monkeypatch.setattr(install, "create", lambda *_: pytest.fail("cleared"))
+    monkeypatch.setattr(install.os, "execv", lambda *_: None)
+    monkeypatch.setattr(install, "usable", lambda *_: True)
+    for venv in (here / ".venv", made):
+        with pytest.raises(SystemExit, match=f"runs megarl of {there}, expected an environment of {here}"):
+            install.prepare(venv, "index")
+    install.owner(made).write_text(str(here))  # On a larger disk
+    install.prepare(here / ".venv", "index")
+    install.owner(made).write_text(str(tmp_path / "removed"))
+    install.prepare(made, "index")
+    install.owner(made).unlink()
+    with pytest.raises(SystemExit, match="was not made by make install"):
+        install.prepare(made, "index")
+    shutil.copytree(made, tmp_path / "here/copied")
+    install.prepare(tmp_path / "here/copied", "index")
+
+
 @pytest.fixture
 def pip_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What pip was asked for; it puts one package into its target."""
@@ -358,6 +386,7 @@ def test_a_complete_environment_is_left_alone(tmp_path: Path, monkeypatch: pytes
     venv.mkdir()
     monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
     install.stamp(venv).write_text(install.fingerprint(venv))
+    install.owner(venv).write_text(str(ROOT))
     before = sorted(venv.rglob("*"))
     install.prepare(venv, "https://index.invalid")  # returns instead of replacing this process
     assert sorted(venv.rglob("*")) == before
