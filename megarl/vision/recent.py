@@ -8,7 +8,8 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """A cache of what was asked for last, of at most so many bytes, but of one value at least.
+    """A cache of what was asked for last, of at most so many bytes, but of one value at least. One thread may use
+    it at a time.
 
     make: returns the value of a key. size_of: returns a value's size in bytes.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -101,6 +102,10 @@ def test_workers_and_sandboxes_that_are_killed_lose_nothing(run: SmallRun) -> No
         places = [[(each.uid, each.sample_index) for each in step] for step in (wanted, got)]
         assert places[0] == places[1]
         assert len(got) == NUM_PROMPTS * NUM_SAMPLES
+    # Those of the first step are of the same weights.
+    for wanted, got in zip(expected[0], found[0], strict=True):
+        reason = got.episode is not None and got.episode.reason
+        assert reason or np.array_equal(got.token_ids, wanted.token_ids)
     raised = [each for step in found for each in step if each.episode is not None and each.episode.reason]
     assert len(raised) == NUM_KILLS
 
