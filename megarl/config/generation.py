@@ -262,6 +262,9 @@ class ValidationConfig:
     greedy: bool = True  # Also score one greedy answer per prompt.
     # Use only the first prompts of data.val, at most this many; null: all.
     max_prompts: int | None = setting(None, AT_LEAST_1)
+    # End the run after so many validations in a row whose score (checkpoint.best_metric) is 0, if one before was
+    # better: such a policy has collapsed, and rewards that are all alike teach it nothing; null: never.
+    stop_after_zeros: int | None = setting(None, AT_LEAST_1)
 
     def check(self, key: str) -> None:
         """Raise ConfigError for a pass@k of more answers than there are."""

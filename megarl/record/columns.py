@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,11 +63,11 @@ def _decoded(path: Path) -> Iterator[MetricsTable]:
     from msgspec.structs import astuple
 
     names: list[str] = []
-    decoder = _decoder(names)
-    steps, times, values, num_tables = array("q"), array("d"), array("d"), 1
+    decoder, pack = _decoder(names), Struct("").pack
+    steps, times, values, num_tables = array("q"), array("d"), bytearray(), 1
 
     def table() -> MetricsTable:
-        found = np.array(values).reshape(len(steps), -1)
+        found = np.frombuffer(values).reshape(len(steps), -1)
         if np.isinf(found).any():
             raise ValueError
         return MetricsTable(names=tuple(names), steps=np.array(steps), times=np.array(times), values=found)
@@ -78,15 +79,16 @@ def _decoded(path: Path) -> Iterator[MetricsTable]:
             except ValidationError:
                 if steps:
                     yield table()
-                    steps, times, values, num_tables = array("q"), array("d"), array("d"), num_tables + 1
+                    steps, times, values, num_tables = array("q"), array("d"), bytearray(), num_tables + 1
                 names += [name for name in json.loads(line)["metrics"] if name not in names]
                 if num_tables > MOST_TABLES:
                     raise
-                decoder = _decoder(names)
+                decoder, pack = _decoder(names), Struct(f"{len(names)}d").pack
                 record = decoder.decode(line)
             steps.append(record.step)
             times.append(record.time_s)
-            values.extend(astuple(record.metrics))
+            # A third of the time that an array takes to be extended.
+            values += pack(*astuple(record.metrics))
     if steps:
         yield table()
 

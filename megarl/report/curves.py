@@ -18,7 +18,7 @@ from megarl.report.summary import GREEDY, SAMPLED, MeanScore, data_sources, vali
 SMOOTHING_FRAC = 0.1
 MIN_SMOOTHING_STEPS, MAX_SMOOTHING_STEPS = 3, 25
 # More areas or dots than these cannot be told apart, and take seconds and megabytes.
-MAX_SHOWN = 2000
+MAX_SHOWN = 1000
 # Longer names of data sources are cut on the plot: they would narrow it.
 MAX_LABEL_CHARS = 18
 # Phases in the order of a step; others follow by name. Phases below the share are summed as "other".

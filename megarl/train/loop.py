@@ -20,7 +20,7 @@ from megarl.config.setting import affected
 from megarl.host.activity import doing
 from megarl.host.signals import stop_on_signals
 from megarl.record.checkpoints import Checkpoint, CheckpointManager, RunState
-from megarl.record.metrics import MetricsLogger, Timers
+from megarl.record.metrics import MetricsLogger, Timers, iterate_metrics
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics
@@ -34,7 +34,7 @@ from megarl.train.inputs import TrainInputs
 from megarl.train.outcome import FirstSteps, all_failed_error, cut_warning
 from megarl.train.passes import BatchUpdate, RoleUpdater
 from megarl.train.rows import training_rows
-from megarl.train.validate import Validator
+from megarl.train.validate import Validator, has_collapsed
 from megarl.train.watch import tells_something
 from megarl.types import AlgoState, FinishReason, Row, scored_batch
 from megarl.types.messages import LoadRequest, Role, RoleSpec
@@ -138,7 +138,7 @@ class Trainer:
     first_steps: FirstSteps
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train up to step `trainer.total_steps`, validate, and export the trained models; 0 steps only validate.
+        """Train to step `trainer.total_steps` or a collapse, validate, export the trained models; 0 only validate.
 
         checkpoint: where to continue from; None starts at step 0.
 
@@ -185,11 +185,12 @@ class Trainer:
                         self.checkpoints.after_step(step - 1, total=total, stop=stop, state=state)
                     self._log(step, result, log, progress)
                 score = self._validate(step, log, progress) if is_due(step) else None
-                state = partial(self._run_state, step, score)
+                state, is_validated = partial(self._run_state, step, score), score is not None
+                last = step if score == 0 and self._has_collapsed(step, progress) else total
                 with self.timers("save_checkpoint"):  # logged with the next step
-                    self.checkpoints.after_step(
-                        step, total=total, stop=stop, state=state, is_validated=score is not None
-                    )
+                    self.checkpoints.after_step(step, total=last, stop=stop, state=state, is_validated=is_validated)
+                if step == last:
+                    break
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
         for role in (role for role in inputs.roles if role.trainable and total):
             self.memory.enter(offloading.exporting(role.role, role.memory))
@@ -289,6 +290,13 @@ class Trainer:
         log.log(step, {**result.metrics} | self.timers.pop())
         progress.note(f"step {step}: {result.summary}")
         return result.score
+
+    def _has_collapsed(self, step: int, progress: Progress) -> bool:
+        config, records = self.inputs.config, iterate_metrics(self.recorder.paths.metrics)
+        count = config.validation.stop_after_zeros
+        if found := has_collapsed(records, config.checkpoint.best_metric, count):
+            progress.note(f"step {step}: the policy has collapsed: the last {count} validations have 0; ended")
+        return found
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         """Restore everything from a checkpoint, and return its step."""

@@ -1,6 +1,6 @@
 """Validate the current policy on its answers to held-out prompts, sampled and greedy."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.schema import RolloutConfig, ValidationConfig
 from megarl.data.prompts import PromptDataset
+from megarl.record.metrics import MetricsRecord
 from megarl.record.rollouts import JudgedAnswer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, Wait, begin, collect
@@ -18,6 +19,18 @@ from megarl.types.judged import Trouble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def score_of(metrics: Mapping[str, float], metric: str) -> float | None:
+    """Return the mean of a metric over data sources; None if there is none."""
+    scores = [value for name, value in metrics.items() if name.startswith(f"{metric}/")]
+    return sum(scores) / len(scores) if scores else None
+
+
+def has_collapsed(records: Iterable[MetricsRecord], metric: str, count: int | None) -> bool:
+    """Return whether the last `count` validations of a run have a score of 0, and one before has a better one."""
+    scores = [score for record in records if (score := score_of(record.metrics, metric)) is not None]
+    return count is not None and len(scores) > count and any(scores) and not any(scores[-count:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +93,6 @@ class Validator:
         metrics = {name: value for result in results for name, value in validation_metrics(result).items()}
         if self.compare is not None:
             metrics |= self.compare(samples, {prompt.uid: prompt for prompt in prompts}, step=step)
-        prefix = f"{self.best_metric}/"
-        scores = [value for name, value in metrics.items() if name.startswith(prefix)]
         summary = ", ".join(f"{result.data_source} {result.avg:.3f}" for result in results)
         if settings.greedy:
             greedy = (result.greedy for result in results if result.greedy is not None)
@@ -91,7 +102,7 @@ class Validator:
         )
         return Validation(
             metrics=metrics,
-            score=sum(scores) / len(scores) if scores else None,
+            score=score_of(metrics, self.best_metric),
             summary=f"validation on {count} prompts: {summary}{unjudged}",
             troubles=troubles,
         )

@@ -147,7 +147,7 @@ def compare(
     results = {name: _group_result(name, members, last) for name, members in groups.items()}
     totals = [(run, run.config.get("trainer", {}).get("total_steps")) for members in groups.values() for run in members]
     unfinished = [
-        f"{run.label} is not finished: {run.last_step} of {total} steps"
+        f"{run.label} {'has collapsed' if _has_collapsed(run) else 'is not finished'}: {run.last_step} of {total} steps"
         for run, total in totals
         if isinstance(total, int) and run.last_step < total
     ]
@@ -161,6 +161,11 @@ def compare(
         groups=tuple(replace(g, difference=others.get(n), adjusted_p=adjusted.get(n)) for n, g in results.items()),
         notes=(*unfinished, *_differing_settings(groups)),
     )
+
+
+def _has_collapsed(run: Run) -> bool:
+    count = run.config.get("validation", {}).get("stop_after_zeros")
+    return count is not None and not any(point.score for point in validation_curve(run, SAMPLED)[-count:])
 
 
 def _paired(group: GroupResult, baseline: GroupResult) -> Difference:

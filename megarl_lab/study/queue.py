@@ -45,6 +45,7 @@ from megarl.run.resume import changed_settings, find_checkpoint, with_models_of_
 from megarl.run.start import recorded
 from megarl.train.export import exported
 from megarl.train.inputs import open_train_inputs
+from megarl.train.validate import has_collapsed
 from megarl.types.messages import RoleSpec
 from megarl.weights.hub import local_model
 
@@ -166,8 +167,10 @@ def is_finished(config: Config) -> bool:
             f"{paths.root}: began with other settings: {'; '.join(changes)}; restore them, remove the run, or "
             f"choose another dir"
         )
-    last = max((record.step for record in read_metrics(paths.metrics)), default=0)
-    return is_exported and last == config.trainer.total_steps
+    records = read_metrics(paths.metrics)
+    last = max((record.step for record in records), default=0)
+    collapsed = has_collapsed(records, config.checkpoint.best_metric, config.validation.stop_after_zeros)
+    return is_exported and (last == config.trainer.total_steps or collapsed)
 
 
 def plan_study(study: Study) -> StudyPlan:

@@ -140,6 +140,7 @@ WIDE = {
     "tests/e2e/test_algorithms.py::test_three_steps": _RUNS,
     "tests/e2e/test_bisect.py": _RUNS,
     "tests/e2e/test_canary.py": _RUNS,
+    "tests/e2e/test_collapse.py": _RUNS,
     "tests/e2e/test_eval.py": _RUNS,
     "tests/e2e/test_family_engines.py": _RUNS,
     "tests/e2e/test_family_runs.py": _RUNS,

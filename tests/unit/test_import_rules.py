@@ -153,8 +153,8 @@ MOST_LINES = {
     # 350 for megarl bisect, explain-step and addresses that are tried before models load; 200 for compare-gradients.
     "run": 3020,
     "sync": 3030,
-    # 270 for the canary after syncs.
-    "train": 5030,
+    # 270 for the canary after syncs, 15 for the end of runs that have collapsed.
+    "train": 5050,
     # 124 for images of rows, 126 for towers by their files' headers.
     "types": 2470,
     # 12 for transparent images, deep ones, and processors that bring code.
@@ -163,10 +163,10 @@ MOST_LINES = {
     "megarl_answers": 2960,
     # 280 for the soak of runs.
     # 600 for the soak of long runs, squares to count, and the speed of an update.
-    "megarl_lab": 6280,
+    "megarl_lab": 6290,
     "megarl_sandbox": 3230,
 }
-MOST_LINES_TOGETHER = 98_990
+MOST_LINES_TOGETHER = 99_030
 MOST_ARROWS = 155
 MOST_ANY_PER_1000 = 4.2
 MOST_TAKERS = 15

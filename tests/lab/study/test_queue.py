@@ -1,5 +1,6 @@
 """A study file read strictly, all runs checked first, finished runs skipped, failures survived; no process starts."""
 
+import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -278,6 +279,21 @@ def test_a_run_whose_last_step_is_missing_is_not_finished(study_of: Callable[...
     metrics = Path(study.dir) / "grpo-seed0" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     assert not is_finished(run_config(study, study.runs[0]))
+
+
+def test_a_run_that_ended_as_its_policy_collapsed_is_finished(study_of: Callable[..., Study], machine: Machine) -> None:
+    study = study_of({"algo": "grpo", "overrides": ["validation.stop_after_zeros=2"]})
+    run_study(study)
+    metrics = Path(study.dir) / "grpo-seed0" / "metrics.jsonl"
+    lines = [
+        {"step": step, "time_s": 0.0, "metrics": {"val/test_score/sums": score}}
+        for step, score in ((0, 0.3), (10, 0.0), (20, 0.0))
+    ]
+    config = run_config(study, study.runs[0])
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    assert not is_finished(config)
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert is_finished(config)
 
 
 def test_a_run_finished_with_other_settings_is_an_error(study_of: Callable[..., Study], machine: Machine) -> None:

@@ -11,10 +11,11 @@ from megarl.config.generation import RolloutConfig, Sampling, ValidationConfig
 from megarl.config.schema import CheckpointConfig
 from megarl.errors import RunError
 from megarl.host import loop
+from megarl.record.metrics import MetricsRecord
 from megarl.record.rollouts import read_answers
 from megarl.rewards.judge import Judged
 from megarl.rollout.source import Doing, Group, RolloutSource, SamplingPlan, SamplingStopped, generating
-from megarl.train.validate import Validator
+from megarl.train.validate import Validator, has_collapsed
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment
 from megarl_lab.recipes.tiny_model import make_byte_tokenizer
 from tests.helpers.segments import policy_segment
@@ -227,3 +228,30 @@ def test_a_signal_ends_a_validation_for_the_checkpoint(tmp_path: Path, monkeypat
     loop.wait(loop.spawn(asyncio.sleep(0)))
     assert world.is_given_up
     assert not (tmp_path / "3.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("scores", "count", "expected"),
+    [
+        ([0.4, 0.0, 0.0], 2, True),
+        ([0.4, 0.0, None, None, 0.0], 2, True),
+        ([0.4, 0.0, 0.0], 3, False),
+        ([0.4, 0.0, 0.1, 0.0], 2, False),
+        ([0.0, 0.0, 0.0], 2, False),
+        ([0.4, 0.0, 0.0], None, False),
+        ([], 1, False),
+    ],
+)
+def test_a_policy_has_collapsed_that_was_better(
+    scores: Sequence[float | None], count: int | None, expected: bool
+) -> None:
+    """The score of a validation is the mean over data sources; training steps have none."""
+    records = [
+        MetricsRecord(
+            step=step,
+            time_s=float(step),
+            metrics={"actor/lr": 1.0} if score is None else {"val/test_score/a": 2 * score, "val/test_score/b": 0.0},
+        )
+        for step, score in enumerate(scores)
+    ]
+    assert has_collapsed(records, "val/test_score", count) is expected
