@@ -26,14 +26,11 @@ WORKSPACE, HOME = "/workspace", "/home/agent"
 # Every program gets these variables of the user. By the others, clients of containers find their daemon and files, and
 # no program in one gets them. None binds directories of the host, as APPTAINER_BINDPATH would.
 _PLAIN = ("PATH", "HOME", "LANG")
-_APPTAINER = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
+_APPTAINER = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "XDG_RUNTIME_DIR")
+# DOCKER_HOST may begin with ssh://, and the command be Podman's.
 _DOCKER = (
-    "DOCKER_HOST",
-    "DOCKER_CONTEXT",
-    "DOCKER_CONFIG",
-    "DOCKER_API_VERSION",
-    "DOCKER_TLS_VERIFY",
-    "DOCKER_CERT_PATH",
+    *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_API_VERSION", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
+    *("SSH_AUTH_SOCK", "XDG_RUNTIME_DIR"),
 )
 # A pipe would be waited for.
 _READ = """[ -f "$1" ] || [ ! -e "$1" ] || { echo "error: no regular file" >&2; exit 1; }

@@ -288,6 +288,7 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sandboxes, "_refusal", lambda trial: "")
     # As Docker without root has it.
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/user/1000/docker.sock")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
     monkeypatch.setenv("APPTAINER_CACHEDIR", "/cache")
     monkeypatch.setenv("APPTAINER_BINDPATH", "/data")
     user = dict(os.environ)
@@ -329,7 +330,13 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert (docked["KEY"], docked["PATH"]) == ("secret", os.environ["PATH"])
     assert removed == ["docker", "rm", "--force", name]
-    for client, told in ((docked, "DOCKER_HOST"), (removing, "DOCKER_HOST"), (theirs, "APPTAINER_CACHEDIR")):
+    assert "SSH_AUTH_SOCK" not in theirs
+    for client, told in (
+        (docked, "SSH_AUTH_SOCK"),
+        (docked, "DOCKER_HOST"),
+        (removing, "DOCKER_HOST"),
+        (theirs, "APPTAINER_CACHEDIR"),
+    ):
         assert client[told] == user[told]
         assert "APPTAINER_BINDPATH" not in client
 
