@@ -102,12 +102,12 @@ docs: $(DOCS_VENV)/docs.txt ## Make a site of the documentation, with search: si
 
 # Copied when all of it is installed.
 $(DOCS_VENV)/docs.txt: requirements/docs.txt | python
-	"$(PYTHON)" -m venv --clear "$(DOCS_VENV)"
+	"$(PYTHON)" -m venv "$(DOCS_VENV)"
 	"$(DOCS_VENV)/bin/python" -m pip install --quiet --no-deps --only-binary :all: -r requirements/docs.txt
 	cp requirements/docs.txt "$@"
 
 $(AUDIT_VENV)/audit.txt: requirements/audit.txt | python
-	"$(PYTHON)" -m venv --clear "$(AUDIT_VENV)"
+	"$(PYTHON)" -m venv "$(AUDIT_VENV)"
 	"$(AUDIT_VENV)/bin/python" -m pip install --quiet --no-deps --only-binary :all: -r requirements/audit.txt
 	cp requirements/audit.txt "$@"
 

@@ -89,8 +89,8 @@ def python_version(venv: Path) -> str:
 
 
 def fingerprint(venv: Path, kind: str = "megarl") -> str:
-    """Hash of all that decides what is installed: the requirement files, the Python, the place."""
-    digest = hashlib.sha256(f"{venv}\n{python_version(venv)}\n".encode())
+    """Hash of all that decides what is installed: the requirement files, the Python, the places of both."""
+    digest = hashlib.sha256(f"{venv}\n{ROOT}\n{python_version(venv)}\n".encode())
     for path in KINDS[kind].inputs:
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -100,20 +100,28 @@ def stamp(venv: Path) -> Path:
     return venv / "megarl-install.sha256"
 
 
-def owner(venv: Path) -> Path:
-    """The file of an environment that names the checkout that made it."""
-    return venv / "megarl-install.checkout"
+def lock_of(venv: Path) -> Path:
+    """The file beside an environment that installs lock, and that names the checkout whose megarl is in there."""
+    return Path(str(venv.resolve()) + ".lock")
 
 
 def require_own(venv: Path) -> None:
-    """Refuse an environment of another checkout, whose megarl it runs, or of anybody else: it might be emptied."""
-    if not venv.is_dir() or not any(venv.iterdir()) or ROOT in venv.resolve().parents:
-        return
-    if not owner(venv).is_file():
-        fail(f"{venv} was not made by make install, expected a new place; remove it or name another: VENV=DIR")
-    made_by = Path(owner(venv).read_text(encoding="utf-8"))
-    if made_by != ROOT and made_by.exists():
-        fail(f"{venv} runs megarl of {made_by}, expected an environment of {ROOT}; name another: VENV=DIR")
+    """Refuse an environment that another checkout or somebody else made: it would be used, or emptied."""
+    lock = lock_of(venv)
+    try:
+        if not venv.is_dir() or not any(venv.iterdir()) or ROOT in venv.resolve().parents:
+            return
+        made_by = lock.read_text(encoding="utf-8") if lock.is_file() else ""
+        if made_by and (made_by == str(ROOT) or not Path(made_by).exists()):
+            return
+    except PermissionError as error:
+        fail(f"{error.filename}: permission denied; name another environment: make install VENV=DIR")
+    if made_by:
+        fail(f"{venv} belongs to the checkout {made_by}, expected one of {ROOT}; name another: make install VENV=DIR")
+    fail(
+        f"{venv} was made by somebody else, or before checkouts were noted; name another (make install VENV=DIR), "
+        f"remove it, or write {ROOT} into {lock}"
+    )
 
 
 def unfinished(venv: Path) -> "list[Path]":
@@ -154,7 +162,6 @@ def create(venv: Path, kind: str = "megarl") -> None:
     say(f"making {venv} with Python {version}")
     if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) != 0:
         fail(f"Python {version} could not make {venv}; its reason is above")
-    owner(venv).write_text(str(ROOT), encoding="utf-8")
 
 
 def take_turn(venv: Path) -> None:
@@ -162,7 +169,7 @@ def take_turn(venv: Path) -> None:
 
     The lock is inherited by pip: a pip that outlives a killed install still holds it.
     """
-    lock = os.open(str(venv) + ".lock", os.O_CREAT | os.O_RDWR)
+    lock = os.open(str(lock_of(venv)), os.O_CREAT | os.O_RDWR)
     os.set_inheritable(lock, True)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,8 +180,11 @@ def take_turn(venv: Path) -> None:
 
 def prepare(venv: Path, torch_index: str, kind: str = "megarl") -> None:
     """First stage: answer at once if all is installed, otherwise go on inside a usable environment."""
+    require_own(venv)
     take_turn(venv)
     require_own(venv)
+    if lock_of(venv).read_text(encoding="utf-8") != str(ROOT):
+        lock_of(venv).write_text(str(ROOT), encoding="utf-8")
     if stamp(venv).is_file() and stamp(venv).read_text(encoding="utf-8") == fingerprint(venv, kind):
         return
     if not usable(venv, kind):

@@ -285,28 +285,42 @@ def test_an_environment_of_somebody_else_is_neither_used_nor_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    made = there / ".venv"
+    made, link = there / ".venv", here / ".venv"
     made.mkdir(parents=True)
     here.mkdir()
-    (made / "pyvenv.cfg").touch()
-    (here / ".venv").symlink_to(made)
-    install.owner(made).write_text(str(there))
-    monkeypatch.setattr(install, "ROOT", here)
-    monkeypatch.setattr(install, "create", lambda *_: pytest.fail("cleared"))
-    monkeypatch.setattr(install.os, "execv", lambda *_: None)
-    monkeypatch.setattr(install, "usable", lambda *_: True)
-    for venv in (here / ".venv", made):
-        with pytest.raises(SystemExit, match=f"runs megarl of {there}, expected an environment of {here}"):
-            install.prepare(venv, "index")
-    install.owner(made).write_text(str(here))  # On a larger disk
-    install.prepare(here / ".venv", "index")
-    install.owner(made).write_text(str(tmp_path / "removed"))
-    install.prepare(made, "index")
-    install.owner(made).unlink()
-    with pytest.raises(SystemExit, match="was not made by make install"):
-        install.prepare(made, "index")
-    shutil.copytree(made, tmp_path / "here/copied")
-    install.prepare(tmp_path / "here/copied", "index")
+    link.symlink_to(made)
+    begun: list[str] = []
+    monkeypatch.setattr(install, "create", lambda venv, _: (venv / "pyvenv.cfg").touch())
+    # This process goes on, and would wait for itself.
+    monkeypatch.setattr(install, "take_turn", lambda venv: install.lock_of(venv).touch())
+    monkeypatch.setattr(install.os, "execv", lambda _, command: begun.append(command[5]))
+
+    def prepare(root: Path, venv: Path) -> None:
+        monkeypatch.setattr(install, "ROOT", root)
+        install.prepare(venv, "index")
+
+    # Linked to an empty directory, as on a larger disk.
+    prepare(here, link)
+    prepare(here, link)
+    prepare(here, made)
+    assert begun == [str(link), str(link), str(made)]
+    another = tmp_path / "another"
+    another.mkdir()
+    for venv in (made, link):
+        with pytest.raises(SystemExit, match=f"belongs to the checkout {here}, expected one of {another}"):
+            prepare(another, venv)
+    # The checkout was moved, and what it had made is its own; a new one at its former place has to make another.
+    here.rename(tmp_path / "moved")
+    prepare(tmp_path / "moved", made)
+    here.mkdir()
+    with pytest.raises(SystemExit, match="belongs to the checkout"):
+        prepare(here, made)
+    install.lock_of(made).unlink()
+    with pytest.raises(SystemExit, match="was made by somebody else"):
+        prepare(here, made)
+    shutil.copytree(made, here / "copied")
+    prepare(here, here / "copied")
+    assert begun[3:] == [str(made), str(here / "copied")]
 
 
 @pytest.fixture
@@ -386,7 +400,7 @@ def test_a_complete_environment_is_left_alone(tmp_path: Path, monkeypatch: pytes
     venv.mkdir()
     monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
     install.stamp(venv).write_text(install.fingerprint(venv))
-    install.owner(venv).write_text(str(ROOT))
+    install.lock_of(venv).write_text(str(ROOT))
     before = sorted(venv.rglob("*"))
     install.prepare(venv, "https://index.invalid")  # returns instead of replacing this process
     assert sorted(venv.rglob("*")) == before
