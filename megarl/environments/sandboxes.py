@@ -18,20 +18,11 @@ from megarl.environments.agent import KEY, MOST_OUTPUT_BYTES, Ended, run_program
 from megarl.environments.base import load_object
 from megarl.environments.endpoint import chat_server
 from megarl.errors import ConfigError
-from megarl.host.child_environment import user_variables
+from megarl.host.child_environment import client_environment
 from megarl.registry import Registry
 
 # Where sandboxed programs see the sample's directories.
 WORKSPACE, HOME = "/workspace", "/home/agent"
-# Every program gets these variables of the user. By the others, clients of containers find their daemon and files, and
-# no program in one gets them. None binds directories of the host, as APPTAINER_BINDPATH would.
-_PLAIN = ("PATH", "HOME", "LANG")
-_APPTAINER = ("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "XDG_RUNTIME_DIR")
-# DOCKER_HOST may begin with ssh://, and the command be Podman's.
-_DOCKER = (
-    *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_API_VERSION", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"),
-    *("SSH_AUTH_SOCK", "XDG_RUNTIME_DIR"),
-)
 # A pipe would be waited for.
 _READ = """[ -f "$1" ] || [ ! -e "$1" ] || { echo "error: no regular file" >&2; exit 1; }
 exec cat -- "$1"
@@ -101,7 +92,7 @@ def sandbox_maker(name: str, settings: Mapping[str, object], template: Path | No
 
 async def _copy_files(source: Path, target: Path) -> None:
     """Copy a directory with all that programs leave in one, also pipes and sockets, which shutil refuses."""
-    ended = await run_program(["cp", "-a", "--", f"{source}/.", str(target)], "", user_variables(_PLAIN), inherits=[])
+    ended = await run_program(["cp", "-a", "--", f"{source}/.", str(target)], "", client_environment(), inherits=[])
     ended.require_success(f"copying {source}")
 
 
@@ -142,7 +133,7 @@ class ProcessSandbox:
         return await run_program(command, stdin, {**variables, "HOME": self.home}, self._scratch / "workspace")
 
     async def read(self, path: str) -> str:
-        ended = await self.run(["sh", "-c", _READ, "sh", path], variables=user_variables(_PLAIN))
+        ended = await self.run(["sh", "-c", _READ, "sh", path], variables=client_environment())
         if ended.exit_code:
             raise FileNotFoundError(f"{path}: {ended.errors.decode(errors='replace').strip()}")
         if len(ended.output) >= MOST_OUTPUT_BYTES:
@@ -150,7 +141,7 @@ class ProcessSandbox:
         return ended.output.decode(errors="replace")
 
     async def write(self, path: str, text: str) -> None:
-        ended = await self.run(["sh", "-c", _WRITE, "sh", path], stdin=text, variables=user_variables(_PLAIN))
+        ended = await self.run(["sh", "-c", _WRITE, "sh", path], stdin=text, variables=client_environment())
         ended.require_success(f"writing {path}")
 
     async def fork(self) -> Self:
@@ -166,7 +157,7 @@ class ProcessSandbox:
             if self._scratch.exists():
                 # Caches of Go and Bazel are read-only directories, which only root can empty as they are.
                 await run_program(
-                    ["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", user_variables(_PLAIN), inherits=[]
+                    ["chmod", "-R", "u+rwX", "--", str(self._scratch)], "", client_environment(), inherits=[]
                 )
                 await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
@@ -252,7 +243,7 @@ class ApptainerSandbox(_Image):
         words += [word for pair in self._binds() for word in ("--bind", ":".join(pair))]
         words += ["--home", HOME, "--pwd", WORKSPACE, self._image]
         passed = {f"APPTAINERENV_{name}": value for name, value in variables.items() if name not in ("PATH", "HOME")}
-        return await run_program([*words, *command], stdin, user_variables(_PLAIN + _APPTAINER) | passed)
+        return await run_program([*words, *command], stdin, client_environment("apptainer") | passed)
 
 
 @SANDBOXES.register("docker")
@@ -274,10 +265,10 @@ class DockerSandbox(_Image):
         words += ["--workdir", WORKSPACE, "--env", f"HOME={HOME}"]
         words += [word for key in passed for word in ("--env", key)]
         try:
-            return await run_program([*words, self._image, *command], stdin, user_variables(_PLAIN + _DOCKER) | passed)
+            return await run_program([*words, self._image, *command], stdin, client_environment("docker") | passed)
         finally:
             # A container outlives its client.
-            client = user_variables(_PLAIN + _DOCKER)
+            client = client_environment("docker")
             await asyncio.shield(run_program(["docker", "rm", "--force", name], "", client))
 
 
@@ -285,7 +276,7 @@ class DockerSandbox(_Image):
 def _refusal(trial: Sequence[str]) -> str:
     """Return why a command does not work here, or nothing if it does."""
     try:
-        client = user_variables(_PLAIN + _APPTAINER + _DOCKER)
+        client = client_environment(trial[0])
         done = subprocess.run(trial, check=False, capture_output=True, timeout=30, env=client)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

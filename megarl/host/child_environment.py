@@ -34,8 +34,17 @@ ALLOWED = (
     *("TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "MEGARL_RUN_ID", "MEGARL_DEVICE", "MEGARL_UMASK"),
 )
 _HERE = ("localhost", "127.0.0.1", "::1")
-# `limit_environment` keeps here what it removes from this process's environment.
-_removed: dict[str, str] = {}
+# By these, clients of containers find their daemon, its keys and their files. They are few by name for Apptainer, where
+# others bind directories of the host or lift limits.
+CLIENTS = {
+    "docker": ("DOCKER_*", "CONTAINER_HOST", "CONTAINER_SSHKEY", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "XDG_*_HOME"),
+    "apptainer": (
+        *("APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "APPTAINER_CONFIGDIR", "XDG_RUNTIME_DIR"),
+        *("APPTAINER_DOCKER_USERNAME", "APPTAINER_DOCKER_PASSWORD"),
+    ),
+}
+# `limit_environment` keeps here what it removes of theirs.
+_of_clients: dict[str, dict[str, str]] = {}
 # Python then looks for modules neither in the current directory nor in that of its script.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # A pattern must not let these through, as in VLLM_API_KEY.
@@ -108,13 +117,15 @@ def child_environment(pass_env: Collection[str], *, key: str) -> dict[str, str]:
 
 
 def limit_environment(pass_env: Collection[str], *, key: str) -> None:
-    """Remove from this process's environment what `child_environment` leaves out."""
-    for name in os.environ.keys() - child_environment(pass_env, key=key).keys():
-        _removed[name] = os.environ.pop(name)
+    """Remove from this process's environment what `child_environment` leaves out, but for `client_environment`."""
+    kept = child_environment(pass_env, key=key)
+    _of_clients.update({client: client_environment(client) for client in CLIENTS})
+    for name in os.environ.keys() - kept.keys():
+        del os.environ[name]
 
 
-def user_variables(names: Collection[str]) -> dict[str, str]:
-    """Return variables by name as the user set them, also where `limit_environment` has removed them: for programs that
-    work for megarl and run no code of others themselves.
-    """
-    return {name: value for name, value in (_removed | dict(os.environ)).items() if name in names}
+def client_environment(client: str | None = None) -> dict[str, str]:
+    """Return the environment of a program of ours that runs no code of others: a client of containers, by its name."""
+    patterns = ("PATH", "HOME", "LANG", *CLIENTS.get(client or "", ()))
+    found = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, each) for each in patterns)}
+    return _of_clients.get(client or "", {}) | found

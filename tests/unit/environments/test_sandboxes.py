@@ -294,7 +294,7 @@ def test_what_apptainer_and_docker_are_asked(monkeypatch: pytest.MonkeyPatch) ->
     user = dict(os.environ)
     # As the process does that runs environments.
     monkeypatch.setattr(os, "environ", dict(user))
-    monkeypatch.setattr(child_environment, "_removed", {})
+    monkeypatch.setattr(child_environment, "_of_clients", {})
     child_environment.limit_environment([], key="environment.pass_env")
     assert not [name for name in os.environ if name.startswith(("DOCKER_", "APPTAINER_"))]
     variables = {"PATH": "/mine", "HOME": "/mine", "KEY": "secret"}

@@ -9,9 +9,9 @@ from megarl.errors import ConfigError
 from megarl.host import child_environment as module
 from megarl.host.child_environment import (
     child_environment,
+    client_environment,
     limit_environment,
     proxy_of,
-    user_variables,
     without_proxy_here,
 )
 
@@ -60,13 +60,19 @@ def test_a_variable_that_is_not_set_is_an_error() -> None:
 
 
 def test_a_process_can_limit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_removed", {})
+    monkeypatch.setattr(module, "_of_clients", {})
+    monkeypatch.setenv("DOCKER_HOST", "ssh://there")
+    monkeypatch.setenv("APPTAINER_BINDPATH", "/data")
     monkeypatch.setattr(os, "environ", dict(os.environ))
     limit_environment(["WANDB_API_KEY"], key="k")
     assert os.environ.keys() & USERS.keys() == {"WANDB_API_KEY"}
     assert os.environ.items() >= NEEDED.items()
-    names = ("HF_TOKEN", "WANDB_API_KEY", "NOT_SET")
-    assert user_variables(names) == {name: USERS[name] for name in names if name in USERS}
+    assert not {"DOCKER_HOST", "APPTAINER_BINDPATH"} & os.environ.keys()
+    own = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    assert client_environment() == own
+    assert client_environment("docker").items() >= {**own, "DOCKER_HOST": "ssh://there", "SSH_AUTH_SOCK": "h"}.items()
+    for client in ("docker", "apptainer"):
+        assert not {"HF_TOKEN", "WANDB_API_KEY", "APPTAINER_BINDPATH"} & client_environment(client).keys()
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1/v1", "http://[::1]:1"])
