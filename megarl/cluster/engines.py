@@ -290,7 +290,8 @@ class EngineGroup:
         return {self._open[key].completion: completion for key, completion in parts.items()}
 
     def abort(self) -> None:
-        """Forget all unfinished requests, and cancel who waits for them."""
+        """Forget all unfinished requests, cancel who waits for them, and take requests again."""
+        self._is_paused = False
         if self._open:
             self._move([p.call(VllmEngine.abort) for p in self.processes], doing="aborting unfinished requests")
         for completion in [*(each.completion for each in self._open.values()), *(each for _, each in self._outbox)]:

@@ -147,16 +147,16 @@ def check_reward_model(config: Config) -> None:
 
 
 def check_scores_for_keep_best(config: Config) -> None:
-    """Raise ConfigError unless the checkpoints of an RL run have scores, if the best are to be kept."""
+    """Raise ConfigError unless an RL run has the scores by which checkpoints are kept, or the run ends."""
     checkpoint, validation, every = config.checkpoint, config.validation, config.validation.every_steps
-    if checkpoint.keep_best == 0:
+    if checkpoint.keep_best:
+        _require_validated_checkpoints(checkpoint, "data.val", config.data.val, "validation.every_steps", every)
+    elif validation.stop_after_zeros is None:
         return
-    _require_validated_checkpoints(checkpoint, "data.val", config.data.val, "validation.every_steps", every)
-    if checkpoint.best_metric == "val/test_score_greedy" and not validation.greedy:
-        raise ConfigError(
-            "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false; set it to true, or "
-            "checkpoint.best_metric=val/test_score"
-        )
+    if not config.data.val:
+        raise ConfigError("validation.stop_after_zeros: is set, but data.val is empty; set data.val, or leave it out")
+    if checkpoint.best_metric.endswith("_greedy") and not validation.greedy:
+        raise ConfigError(f"checkpoint.best_metric: got {checkpoint.best_metric}, but validation.greedy=false; set it")
 
 
 def check_group_scores(config: Config) -> None:

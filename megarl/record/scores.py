@@ -25,7 +25,8 @@ def _measure(path: Path) -> str:
     """Return what the score of a checkpoint measures: a resumed run may validate in another way."""
     try:
         config = json.loads((path / STATE_FILE).read_bytes())["config"]
-        return json.dumps([config["checkpoint"]["best_metric"], {**config["validation"], "every_steps": 0}])
+        when = {"every_steps": 0, "stop_after_zeros": None}
+        return json.dumps([config["checkpoint"]["best_metric"], {**config["validation"], **when}], sort_keys=True)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

@@ -20,7 +20,7 @@ from megarl.config.setting import affected
 from megarl.host.activity import doing
 from megarl.host.signals import stop_on_signals
 from megarl.record.checkpoints import Checkpoint, CheckpointManager, RunState
-from megarl.record.metrics import MetricsLogger, Timers, iterate_metrics
+from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import DIVERGENCE, TRAINER_LOGPROBS, RunRecorder, batch_metrics
@@ -147,8 +147,7 @@ class Trainer:
         """
         inputs, config, total = self.inputs, self.inputs.config, self.inputs.config.trainer.total_steps
         self.memory.enter(offloading.LOAD)
-        suspends = config.placement.suspend_nccl
-        self.cluster.workers.load(LoadRequest.of(config.run, inputs.roles, suspends_nccl=suspends))
+        self.cluster.workers.load(LoadRequest.of(config.run, inputs.roles, suspends_nccl=config.placement.suspend_nccl))
         self.memory.add(offloading.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0
 
@@ -175,7 +174,8 @@ class Trainer:
             # A collection would look at each of the objects of imported modules, at a time that it chooses.
             gc.collect()
             gc.freeze()
-            for step in range(start + 1, total + 1):
+            last = start if start and self._has_collapsed(start, progress) else total
+            for step in range(start + 1, last + 1):
                 with self.profiler.around(step), doing(f"step {step}"):
                     try:
                         with self.timers("step"):
@@ -292,10 +292,11 @@ class Trainer:
         return result.score
 
     def _has_collapsed(self, step: int, progress: Progress) -> bool:
-        config, records = self.inputs.config, iterate_metrics(self.recorder.paths.metrics)
-        count = config.validation.stop_after_zeros
-        if found := has_collapsed(records, config.checkpoint.best_metric, count):
-            progress.note(f"step {step}: the policy has collapsed: the last {count} validations have 0; ended")
+        config, count = self.inputs.config, self.inputs.config.validation.stop_after_zeros
+        if found := has_collapsed(self.recorder.paths.metrics, config.checkpoint.best_metric, count):
+            progress.note(
+                f"step {step}: the policy has collapsed (validations in a row of 0: {count}); the run ends here"
+            )
         return found
 
     def _restore(self, checkpoint: Checkpoint) -> int:

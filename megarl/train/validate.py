@@ -1,6 +1,6 @@
 """Validate the current policy on its answers to held-out prompts, sampled and greedy."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from megarl.cluster import offloading
 from megarl.config.generation import Sampling
 from megarl.config.schema import RolloutConfig, ValidationConfig
 from megarl.data.prompts import PromptDataset
-from megarl.record.metrics import MetricsRecord
+from megarl.record.metrics import iterate_metrics
 from megarl.record.rollouts import JudgedAnswer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import Group, RolloutSource, SamplingPlan, Wait, begin, collect
@@ -27,10 +27,13 @@ def score_of(metrics: Mapping[str, float], metric: str) -> float | None:
     return sum(scores) / len(scores) if scores else None
 
 
-def has_collapsed(records: Iterable[MetricsRecord], metric: str, count: int | None) -> bool:
-    """Return whether the last `count` validations of a run have a score of 0, and one before has a better one."""
-    scores = [score for record in records if (score := score_of(record.metrics, metric)) is not None]
-    return count is not None and len(scores) > count and any(scores) and not any(scores[-count:])
+def has_collapsed(path: Path, metric: str, count: int | None) -> bool:
+    """Return whether the last `count` validations in a file of metrics score 0, and one before scores more."""
+    if count is None:
+        return False
+    found = (score_of(record.metrics, metric) for record in iterate_metrics(path))
+    scores = [score for score in found if score is not None]
+    return any(scores[:-count]) and not any(scores[-count:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,8 +164,9 @@ def compare(
 
 
 def _has_collapsed(run: Run) -> bool:
-    count = run.config.get("validation", {}).get("stop_after_zeros")
-    return count is not None and not any(point.score for point in validation_curve(run, SAMPLED)[-count:])
+    count = run.config.get("validation", {}).get("stop_after_zeros") or 0
+    scores = [point.score for point in validation_curve(run, SAMPLED)]
+    return count > 0 and any(scores[:-count]) and not any(scores[-count:])
 
 
 def _paired(group: GroupResult, baseline: GroupResult) -> Difference:

@@ -162,14 +162,16 @@ def is_finished(config: Config) -> bool:
     saved = saved_config(paths.saved_tree())
     # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
+    # A run computes the same, wherever a collapse ends it.
+    same = replace(saved.validation, stop_after_zeros=config.validation.stop_after_zeros)
+    saved = replace(saved, validation=same)
     if changes := changed_settings(saved, config):
         raise ConfigError(
             f"{paths.root}: began with other settings: {'; '.join(changes)}; restore them, remove the run, or "
             f"choose another dir"
         )
-    records = read_metrics(paths.metrics)
-    last = max((record.step for record in records), default=0)
-    collapsed = has_collapsed(records, config.checkpoint.best_metric, config.validation.stop_after_zeros)
+    last = max((record.step for record in read_metrics(paths.metrics)), default=0)
+    collapsed = has_collapsed(paths.metrics, config.checkpoint.best_metric, config.validation.stop_after_zeros)
     return is_exported and (last == config.trainer.total_steps or collapsed)
 
 

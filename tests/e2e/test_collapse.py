@@ -1,6 +1,7 @@
 """A run whose policy has collapsed ends, with its checkpoint and its export."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +33,14 @@ def test_a_collapsed_run_ends(tmp_path: Path) -> None:
     scores = [score_of(record.metrics, "val/test_score") for record in run.records()]
     assert [score for score in scores if score is not None] == [1.0, 0.0, 0.0]
     assert (run.last_step(), complete_steps(run.paths.checkpoints)[-1]) == (2, 2)
-    assert "step 2: the policy has collapsed: the last 2 validations have 0; ended" in log.read_text()
+    assert "step 2: the policy has collapsed (validations in a row of 0: 2); the run ends here" in log.read_text()
     assert json.loads(run.paths.status.read_text())["state"] == "finished"
+    assert (run.paths.export / "config.json").is_file()
+
+    # As after a kill before the export.
+    shutil.rmtree(run.paths.export)
+    assert run.start().wait() == 0, log.read_text()
+    assert run.last_step() == 2
     assert (run.paths.export / "config.json").is_file()
 
     longer = replace(run, settings=(*settings, "validation.stop_after_zeros=4"))

@@ -121,12 +121,12 @@ MOST_LINES = {
     # images in replies and requests, stop texts and histories that are read once, 380 for environments of
     # packages, 470 for sandboxes, 70 for requests of which only what is new is read. 20 for clients'
     # variables, with 10 of host.
-    "environments": 4890,
+    "environments": 4880,
     "errors": 80,
     # Stages of several chunks in the search.
     "forecast": 1000,
     # 50 for ranges of profiles, proxies and closed streams; 100 for the activity of a process, which was the record's.
-    "host": 4040,
+    "host": 4060,
     # 60 for metrics that a watched run goes on from, 60 for jobs with a component of nodes for environments.
     "launch": 1450,
     "migrate": 1830,

@@ -18,7 +18,7 @@ BY_HAND = [ROOT / "README.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
 # The 37th is on trust: canary, bisect and what explains a step; 200 words came with Prometheus and Ray's own processes,
 # 450 with gradients that are compared, spans and the soak; 310 with images in replies, squares, stop texts and proxies;
 # 360 with nodes for environments and turns in channels; 60 with what a study of stale samples showed.
-MAX_WORDS, MAX_PAGES, MAX_LINKS = 39_640, 37, 14
+MAX_WORDS, MAX_PAGES, MAX_LINKS = 39_700, 37, 14
 
 
 def test_pages_by_hand_are_few_and_short() -> None:

@@ -258,6 +258,15 @@ def test_samples_are_interrupted_and_go_on_later() -> None:
     assert run.group.num_moved == 0
 
 
+def test_engines_that_are_paused_serve_the_next_run() -> None:
+    """A run that pauses engines may end so; the next one on the same cluster has them."""
+    run = Run()
+    run.group.pause()
+    run.group.abort()
+    begin(run, replace(PLAN, num_samples=1))
+    assert len(run.engines[0].added) == 1
+
+
 def test_each_token_keeps_the_experts_of_the_engine_that_sampled_it() -> None:
     """One layer and one expert: the second engine computes the first one's tokens again, by other experts."""
     run = Run()

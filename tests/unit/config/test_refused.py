@@ -51,7 +51,13 @@ REFUSED = {
         ),
         (
             f"{BEST} data.val=[v] checkpoint.best_metric=val/test_score_greedy validation.greedy=false",
-            "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false",
+            "checkpoint.best_metric: got val/test_score_greedy, but validation.greedy=false",
+        ),
+        ("validation.stop_after_zeros=2", "validation.stop_after_zeros: is set, but data.val is empty"),
+        (
+            "validation.stop_after_zeros=2 data.val=[v] checkpoint.best_metric=val/test_score_greedy "
+            "validation.greedy=false",
+            "checkpoint.best_metric: got val/test_score_greedy, but validation.greedy=false",
         ),
         ("rollout.top_p=0.95", "rollout.top_p: got 0.95, but rollout.top_k=-1 does not limit the number of tokens"),
         ("rollout.top_k=1", "rollout.top_k: got 1, which leaves nothing to choose"),

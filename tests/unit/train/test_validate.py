@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megarl.config.generation import RolloutConfig, Sampling, ValidationConfig
 from megarl.config.schema import CheckpointConfig
 from megarl.errors import RunError
 from megarl.host import loop
+from megarl.record.json_lines import append_lines, open_lines
 from megarl.record.metrics import MetricsRecord
 from megarl.record.rollouts import read_answers
 from megarl.rewards.judge import Judged
@@ -243,7 +245,7 @@ def test_a_signal_ends_a_validation_for_the_checkpoint(tmp_path: Path, monkeypat
     ],
 )
 def test_a_policy_has_collapsed_that_was_better(
-    scores: Sequence[float | None], count: int | None, expected: bool
+    scores: Sequence[float | None], count: int | None, expected: bool, tmp_path: Path
 ) -> None:
     """The score of a validation is the mean over data sources; training steps have none."""
     records = [
@@ -254,4 +256,6 @@ def test_a_policy_has_collapsed_that_was_better(
         )
         for step, score in enumerate(scores)
     ]
-    assert has_collapsed(records, "val/test_score", count) is expected
+    with open_lines(tmp_path / "metrics.jsonl") as file:
+        append_lines(file, map(asdict, records))
+    assert has_collapsed(tmp_path / "metrics.jsonl", "val/test_score", count) is expected
