@@ -98,7 +98,8 @@ def test_rows_are_written_and_scored_by_the_package(tmp_path: Path) -> None:
     assert (first, second) == ([True, 1.0, True], [True, 1.0, True])
     assert third[0]
     assert not third[2]
-    assert told["name"].startswith("ConfigError: reasoning-gym: chain_sums with {}: ")
+    assert told["name"].startswith("ConfigError: reasoning-gym: chain_sums with {'seed': ")
+    assert "'chain_sums' not registered" in told["name"]
     assert "unexpected keyword argument 'digits'" in told["setting"]
     assert told["few"].startswith("ConfigError: reasoning-gym: chain_sum makes no more questions than 2000")
     assert told["truth"].startswith("DataError: ground truth '7': expected an entry of reasoning-gym: TypeError")
