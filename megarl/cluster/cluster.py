@@ -335,6 +335,8 @@ class Cluster:
             try:
                 loop.abandon()
                 if ray.is_initialized():
+                    if self.engines.environment_workers is not None:
+                        self.engines.environment_workers.close()
                     if not failed:
                         ends = [p.ask(RunActor.close) for p in self._processes()]
                         with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):

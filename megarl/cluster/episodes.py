@@ -4,7 +4,8 @@ import asyncio
 import gc
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import ray
@@ -13,8 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.actors import RunActor
 from megarl.cluster.processes import explained, is_replaceable, locate, wait_all
-from megarl.cluster.remotes import MOST_RESULTS, Process, Remote, Stream
+from megarl.cluster.remotes import MOST_RESULTS, Process, Remote, Stream, results
 from megarl.cluster.reservation import RayNode, spread_environments
+from megarl.environments.calls import cancelled_calls
 from megarl.environments.worker import EnvironmentWorker, WorkerSpec, sendable
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.host import activity, loop
@@ -26,6 +28,8 @@ from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, Turn
 
 # A worker whose event loop does not turn for this long counts as hung: an environment blocks it.
 SILENCE_S = 30.0
+# How long conversations may take to end when the run does.
+CLOSE_TIMEOUT_S = 10.0
 DOING = "conversing with environments"
 # A client of an agent lies in a cycle of few objects, with hundreds of KiB of certificates that the collector does not
 # count: by itself it would look for them after hundreds of conversations.
@@ -45,22 +49,26 @@ class EnvironmentWorkerActor(RunActor):
         gc.collect()
         gc.freeze()
         self._replies: asyncio.Queue[tuple[int, EpisodeReply]] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # The last request of each open conversation, and those that are ending.
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def begin(self, requests: Mapping[int, StartRequest]) -> None:
         """Begin conversations, each by a key of the caller's; `serve` yields the replies."""
         for key, request in requests.items():
-            self._spawn(self._reply(key, self._worker.start(key, request)))
+            self._requests[key] = asyncio.create_task(self._reply(key, self._worker.start(key, request)))
 
     async def act(self, requests: Mapping[int, TurnRequest | TriesRequest]) -> None:
         """Take turns of conversations by their keys; `serve` yields the replies."""
         for key, request in requests.items():
-            self._spawn(self._reply(key, self._worker.act(key, request)))
+            self._requests[key] = asyncio.create_task(self._reply(key, self._worker.act(key, request)))
 
     async def end(self, keys: Collection[int]) -> None:
-        """End conversations."""
+        """End conversations, and what their environments do for them."""
         for key in keys:
-            self._spawn(self._worker.close(key))
+            ending = asyncio.create_task(self._end(key, self._requests.pop(key, None)))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
         self._num_ended += len(keys)
         if self._num_ended >= COLLECTED_EVERY:
             self._num_ended = 0
@@ -69,11 +77,18 @@ class EnvironmentWorkerActor(RunActor):
     async def _reply(self, key: int, reply: Awaitable[EpisodeReply]) -> None:
         await self._replies.put((key, sendable(await reply)))
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        # The loop itself keeps no reference to a task.
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _end(self, key: int, request: asyncio.Task[None] | None) -> None:
+        if request is not None:
+            request.cancel()
+            await asyncio.wait([request])
+        await self._worker.close(key)
+
+    async def finish(self) -> None:
+        """End all conversations, and wait until nothing is left of them, such as containers and their files."""
+        await self.end(tuple(self._requests))
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await cancelled_calls()
 
     async def serve(self) -> AsyncIterator[dict[int, EpisodeReply]]:
         """Yield the next replies by key as they come."""
@@ -235,10 +250,16 @@ class EnvironmentWorkers:
         return {"environment/restarts": float(self._num_reported - before)}
 
     def close(self) -> None:
-        """End the workers, and forget all conversations."""
+        """End the conversations and the workers; those that need longer than `CLOSE_TIMEOUT_S` are killed."""
         for conversation in self._open.values():
             conversation.reply.cancel()
         self._open.clear()
+        self._outboxes.clear()
+        living = [process for process in self.processes if process.name in process.roster.living]
+        finishing, began = [process.ask(EnvironmentWorkerActor.finish) for process in living], awake_s()
+        for each in finishing:
+            with suppress(RayError):
+                results([each], timeout_s=max(0.0, CLOSE_TIMEOUT_S - (awake_s() - began)))
         for process in self.processes:
             process.roster.living.pop(process.name, None)
             ray.kill(process.actor)

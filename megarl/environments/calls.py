@@ -115,6 +115,12 @@ async def contained(work: Awaitable[T]) -> T:
 _LEFT: set["asyncio.Task[Any]"] = set()
 
 
+async def cancelled_calls() -> None:
+    """Wait until the calls that `attempt` has cancelled have ended."""
+    if _LEFT:
+        await asyncio.wait(_LEFT)
+
+
 def _forget(task: "asyncio.Task[Any]") -> None:
     _LEFT.discard(task)
     if not task.cancelled():

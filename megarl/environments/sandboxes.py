@@ -19,6 +19,7 @@ from megarl.environments.base import load_object
 from megarl.environments.endpoint import chat_server
 from megarl.errors import ConfigError
 from megarl.host.child_environment import client_environment
+from megarl.host.janitor import CONTAINERS, SANDBOX
 from megarl.registry import Registry
 
 # Where sandboxed programs see the sample's directories.
@@ -119,7 +120,7 @@ class ProcessSandbox:
         return str(self._scratch / "home")
 
     async def start(self) -> None:
-        self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
+        self._scratch = Path(tempfile.mkdtemp(prefix=SANDBOX))
         workspace = self._scratch / "workspace"
         (self._scratch / "home").mkdir()
         if self._template is None:
@@ -147,8 +148,12 @@ class ProcessSandbox:
     async def fork(self) -> Self:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._scratch = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
-        await _copy_files(self._scratch, other._scratch)
+        other._scratch = Path(tempfile.mkdtemp(prefix=SANDBOX))
+        try:
+            await _copy_files(self._scratch, other._scratch)
+        except BaseException:
+            await other.stop()
+            raise
         return other
 
     async def stop(self) -> None:
@@ -264,12 +269,16 @@ class DockerSandbox(_Image):
         words += [word for pair in self._binds() for word in ("--volume", ":".join(pair))]
         words += ["--workdir", WORKSPACE, "--env", f"HOME={HOME}"]
         words += [word for key in passed for word in ("--env", key)]
+        # A container outlives its client, and this process.
+        note = self._scratch / CONTAINERS / name
+        note.parent.mkdir(exist_ok=True)
+        note.touch()
+        client = client_environment("docker")
         try:
-            return await run_program([*words, self._image, *command], stdin, client_environment("docker") | passed)
+            return await run_program([*words, self._image, *command], stdin, client | passed)
         finally:
-            # A container outlives its client.
-            client = client_environment("docker")
             await asyncio.shield(run_program(["docker", "rm", "--force", name], "", client))
+            note.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ carries the run's id and unlinks the run's files. It touches nothing else.
 
 Libraries (vLLM's workers, multiprocessing) create shared memory under other names. While it waits, the janitor notes
 which shared memory the run's processes have mapped. It unlinks these files too, once no process maps them any more.
+Docker's containers, which are no processes of the run, it removes by the names that sandboxes have left.
 It reads /proc itself: psutil takes three times as long to look at the environment of every process.
 """
 
@@ -33,6 +34,9 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
 SHM_DIR = Path("/dev/shm")
 _NAME_BYTES = 16
+# What a sandbox's directory begins with, and the directory in it that lists its Docker containers by their names.
+SANDBOX, CONTAINERS = "megarl-sandbox-", "containers"
+REMOVAL_S = 60.0
 GRACE_S = 3.0
 # Ray's own processes end within seconds of the driver after a clean shutdown; let them.
 SETTLE_S = 1.0
@@ -161,6 +165,11 @@ def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     """
     libraries = {*noted, *scope.mapped_files()}
     end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)
+    if containers := [file.name for each in scope.temp_dirs() for file in each.glob(f"{SANDBOX}*/{CONTAINERS}/*")]:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                ["docker", "rm", "--force", *containers], check=False, capture_output=True, timeout=REMOVAL_S
+            )
     for path in scope.leftovers():
         if path.is_dir():
             # It works by descriptors, and so follows no links.

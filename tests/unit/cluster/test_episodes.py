@@ -50,6 +50,13 @@ class Moody(Environment):
             raise SystemExit(3)
         if action.text == "keeps a lock":
             return Reply(messages=(Message(role="user", content="kept"),), details={"lock": threading.Lock()})
+        if action.text.startswith("/"):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                # As the removal of a container is, which takes a while.
+                await asyncio.sleep(0.5)
+                Path(action.text).touch()
         if action.text == "hang":
             environments_worker.MOST_LATE_CALLS = 1
             begun = threading.Event()
@@ -265,6 +272,30 @@ def test_a_host_outlives_what_environments_raise_and_find_and_is_replaced_when_i
     engines.environment_workers.close()
 
 
+@pytest.mark.parametrize("whole_run", [False, True])
+def test_what_conversations_have_begun_is_undone_when_they_or_the_workers_end(
+    ray_session: None, model: Path, tmp_path: Path, whole_run: bool
+) -> None:
+    engines = EngineGroup([], timeout_s=10.0)
+    engines.environment_workers = EnvironmentWorkers(spec(model), timeout_s=240.0, trouble=engines.trouble)
+    told = told_by(engines)
+    told.start("a")
+    wait(engines, lambda: told.count() == 1)
+    told.act("a", str(tmp_path / "undone"))
+    began = time.monotonic()
+    # For the request to leave.
+    with pytest.raises(TimeoutError):
+        loop.wait(asyncio.wait_for(asyncio.Event().wait(), 0.2))
+    if not whole_run:
+        engines.environment_workers.end(told.talks["a"])
+        with pytest.raises(TimeoutError):
+            loop.wait(asyncio.wait_for(asyncio.Event().wait(), 0.2))
+    engines.environment_workers.close()
+    assert (tmp_path / "undone").exists()
+    assert time.monotonic() - began < 30
+    loop.abandon()
+
+
 def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:
     wrong = WorkerSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
     with pytest.raises(ConfigError, match=r"^environment: unknown environment 'modest'"):
@@ -284,7 +315,8 @@ class Closing:
 
 def test_what_conversations_leave_in_cycles_is_freed_when_some_have_ended() -> None:
     actor = EnvironmentWorkerActor.__new__(EnvironmentWorkerActor)
-    actor._worker, actor._tasks, actor._num_ended = Closing(), set(), 0  # type: ignore[assignment]
+    actor._worker, actor._num_ended = Closing(), 0  # type: ignore[assignment]
+    actor._requests, actor._ending = {}, set()
     gc.disable()
     try:
         left = weakref.ref(Cycle())

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.host.janitor import RUN_ID_VARIABLE, SHM_DIR, Janitor, RunScope, clean_up, scopes_of
+from megarl.host.janitor import CONTAINERS, RUN_ID_VARIABLE, SANDBOX, SHM_DIR, Janitor, RunScope, clean_up, scopes_of
 from megarl.host.temp_dir import make_temp_dir
 from tests.helpers.waiting import wait_until
 
@@ -93,6 +93,25 @@ def test_clean_up_ends_the_run_and_nothing_else(scope: RunScope) -> None:
         for process in (*ours, *foreign):
             process.kill()
             process.wait()
+
+
+def test_containers_that_sandboxes_have_noted_are_removed(
+    scope: RunScope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "docker"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    clean_up(RunScope(run_id="none"))
+    assert not (tmp_path / "asked").exists()
+    for sandbox, name in (("a", "megarl-1"), ("b", "megarl-2")):
+        notes = scope.temp_dirs()[0] / f"{SANDBOX}{sandbox}" / CONTAINERS
+        notes.mkdir(parents=True)
+        (notes / name).touch()
+    clean_up(scope)
+    asked = (tmp_path / "asked").read_text().split()
+    assert (asked[:2], {*asked[2:]}) == (["rm", "--force"], {"megarl-1", "megarl-2"})
+    assert scope.leftovers() == []
 
 
 def test_a_process_that_is_only_unreaped_is_not_alive(scope: RunScope) -> None:
