@@ -34,7 +34,7 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
 SHM_DIR = Path("/dev/shm")
 _NAME_BYTES = 16
-# What a sandbox's directory begins with, and the directory in it that lists its Docker containers by their names.
+# The beginning of a sandbox directory's name, and the directory in it whose files are named as its Docker containers.
 SANDBOX, CONTAINERS = "megarl-sandbox-", "containers"
 REMOVAL_S = 60.0
 GRACE_S = 3.0
