@@ -15,7 +15,7 @@ from megarl.cluster.actors import RankActor, RunActor
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.engine_slots import EngineSlots, create_process, wait_started
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.episodes import SILENCE_S, EnvironmentWorkers
+from megarl.cluster.episodes import CLOSE_TIMEOUT_S, SILENCE_S, EnvironmentWorkers
 from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.offloading import MemoryLedger
 from megarl.cluster.placement import PlacementPlan, ProcessSlot, plan_placement, with_judge_servers
@@ -46,7 +46,6 @@ from megarl.types.messages import RoleSpec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 
-CLOSE_TIMEOUT_S = 10.0
 # How often processes are asked for what they have counted, which takes two milliseconds.
 _COUNT_EVERY_S = 10.0
 

@@ -28,7 +28,7 @@ from megarl.types.episodes import EpisodeReply, StartRequest, TriesRequest, Turn
 
 # A worker whose event loop does not turn for this long counts as hung: an environment blocks it.
 SILENCE_S = 30.0
-# How long conversations may take to end when the run does.
+# How long conversations, and processes, may take to end when the run does.
 CLOSE_TIMEOUT_S = 10.0
 DOING = "conversing with environments"
 # A client of an agent lies in a cycle of few objects, with hundreds of KiB of certificates that the collector does not

@@ -34,8 +34,9 @@ RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
 SHM_DIR = Path("/dev/shm")
 _NAME_BYTES = 16
-# The beginning of a sandbox directory's name, and the directory in it whose files are named as its Docker containers.
-SANDBOX, CONTAINERS = "megarl-sandbox-", "containers"
+# The beginning of the name of a sample's directory, unlike that of the Python sandbox, and the directory in it whose
+# files are named as its Docker containers. The programs of the sample cannot write there.
+SANDBOX, CONTAINERS = "megarl-work-", "containers"
 REMOVAL_S = 60.0
 GRACE_S = 3.0
 # Ray's own processes end within seconds of the driver after a clean shutdown; let them.

@@ -284,12 +284,10 @@ def test_what_conversations_have_begun_is_undone_when_they_or_the_workers_end(
     told.act("a", str(tmp_path / "undone"))
     began = time.monotonic()
     # For the request to leave.
-    with pytest.raises(TimeoutError):
-        loop.wait(asyncio.wait_for(asyncio.Event().wait(), 0.2))
+    loop.wait(asyncio.sleep(0.2))
     if not whole_run:
         engines.environment_workers.end(told.talks["a"])
-        with pytest.raises(TimeoutError):
-            loop.wait(asyncio.wait_for(asyncio.Event().wait(), 0.2))
+        loop.wait(asyncio.sleep(0.2))
     engines.environment_workers.close()
     assert (tmp_path / "undone").exists()
     assert time.monotonic() - began < 30
