@@ -21,6 +21,7 @@ from megarl.environments.chat import Chat
 from megarl.environments.endpoint import chat_server
 from megarl.environments.parsers import PARSERS
 from megarl.errors import ConfigError
+from megarl.host.janitor import program_variables
 from megarl.host.masking import require_no_secrets
 from megarl.types import Message, Prompt
 
@@ -225,7 +226,7 @@ async def run_program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
-            env=dict(variables),
+            env={**variables, **program_variables()},
             pass_fds=[each.fileno() for each in inherits],
             start_new_session=True,
         )

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
@@ -19,7 +18,7 @@ from megarl.environments.base import load_object
 from megarl.environments.endpoint import chat_server
 from megarl.errors import ConfigError
 from megarl.host.child_environment import client_environment
-from megarl.host.janitor import CONTAINERS, SANDBOX
+from megarl.host.janitor import CONTAINERS, new_sandbox
 from megarl.registry import Registry
 
 # Where sandboxed programs see the sample's directories.
@@ -120,7 +119,7 @@ class ProcessSandbox:
         return str(self._scratch / "home")
 
     async def start(self) -> None:
-        self._scratch = Path(tempfile.mkdtemp(prefix=SANDBOX))
+        self._scratch = new_sandbox()
         workspace = self._scratch / "workspace"
         (self._scratch / "home").mkdir()
         if self._template is None:
@@ -148,7 +147,7 @@ class ProcessSandbox:
     async def fork(self) -> Self:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._scratch = Path(tempfile.mkdtemp(prefix=SANDBOX))
+        other._scratch = new_sandbox()
         try:
             await _copy_files(self._scratch, other._scratch)
         except BaseException:

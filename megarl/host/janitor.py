@@ -7,7 +7,8 @@ carries the run's id and unlinks the run's files. It touches nothing else.
 
 Libraries (vLLM's workers, multiprocessing) create shared memory under other names. While it waits, the janitor notes
 which shared memory the run's processes have mapped. It unlinks these files too, once no process maps them any more.
-Docker's containers, which are no processes of the run, it removes by the names that sandboxes have left.
+Docker's containers, which are no processes of the run, it removes by the names that sandboxes have left. While the run
+goes on, it ends and removes the programs, containers and directories of samples whose environment worker has died.
 It reads /proc itself: psutil takes three times as long to look at the environment of every process.
 """
 
@@ -20,9 +21,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +34,13 @@ from megarl.host.temp_dir import make_temp_dir, temp_dirs
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 # Set for a driver whose hosts have janitors already: the id of the run that they look after.
 HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
+# The process whose programs these are.
+OWNER_VARIABLE = "MEGARL_OWNER"
 SHM_DIR = Path("/dev/shm")
 _NAME_BYTES = 16
-# The beginning of the name of a sample's directory, unlike that of the Python sandbox, and the directory in it whose
-# files are named as its Docker containers. The programs of the sample cannot write there.
+# The beginning of the name of a sample's directory, which is unlike that of the Python sandbox and followed by the
+# process that made it, and the directory in it whose files are named as its Docker containers. The programs of the
+# sample cannot write there.
 SANDBOX, CONTAINERS = "megarl-work-", "containers"
 REMOVAL_S = 60.0
 GRACE_S = 3.0
@@ -138,7 +143,7 @@ class Janitor:
         read_end, self._write_end = os.pipe()
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
         self._process = subprocess.Popen(
-            [*python_module("megarl.host.janitor"), str(read_end), self.scope.run_id],
+            [*python_module("megarl.host.janitor"), str(read_end), self.scope.run_id, str(self.temp_dir)],
             pass_fds=[read_end],
             start_new_session=True,
             env=environment,
@@ -166,11 +171,7 @@ def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     """
     libraries = {*noted, *scope.mapped_files()}
     end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)
-    if containers := [file.name for each in scope.temp_dirs() for file in each.glob(f"{SANDBOX}*/{CONTAINERS}/*")]:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                ["docker", "rm", "--force", *containers], check=False, capture_output=True, timeout=REMOVAL_S
-            )
+    _remove_containers(sandbox for each in scope.temp_dirs() for sandbox in each.glob(f"{SANDBOX}*"))
     for path in scope.leftovers():
         if path.is_dir():
             # It works by descriptors, and so follows no links.
@@ -180,6 +181,42 @@ def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     in_use = {file for pid in _all_processes() for file in mapped_files(pid)} if libraries else set()
     for path in filter(_is_own_shm, libraries - in_use):
         path.unlink(missing_ok=True)
+
+
+def program_variables() -> dict[str, str]:
+    """Return the variables by which the janitor knows a program of this process, though it was given no others."""
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    return {} if run_id is None else {RUN_ID_VARIABLE: run_id, OWNER_VARIABLE: str(os.getpid())}
+
+
+def new_sandbox() -> Path:
+    """Make the directory of a sample of this process."""
+    return Path(tempfile.mkdtemp(prefix=f"{SANDBOX}{os.getpid()}-"))
+
+
+def remove_orphans(scope: RunScope, temp_dir: Path, *, removed: Collection[Path] = ()) -> set[Path]:
+    """End programs whose owners have died, and remove the samples' directories in `temp_dir` whose makers have, with
+    their containers, except those that were `removed`; return these directories.
+    """
+    programs, sandboxes = scope.processes(), {*temp_dir.glob(f"{SANDBOX}*")} - {*removed}
+    # Last, so that it has all whose programs and directories were found.
+    alive = {str(pid) for pid in _all_processes()}
+    for pid in programs:
+        with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+            found = dict(each.partition(b"=")[::2] for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+            if found.get(OWNER_VARIABLE.encode(), b"").decode() not in {"", *alive}:
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
+    sandboxes = {each for each in sandboxes if each.name.split("-")[2] not in alive}
+    _remove_containers(sandboxes)
+    for each in sandboxes:
+        shutil.rmtree(each, ignore_errors=True)
+    return sandboxes
+
+
+def _remove_containers(sandboxes: Iterable[Path]) -> None:
+    if names := [file.name for each in sandboxes for file in (each / CONTAINERS).glob("*")]:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["docker", "rm", "--force", *names], check=False, capture_output=True, timeout=REMOVAL_S)
 
 
 def end_processes(scope: RunScope, *, settle_s: float, grace_s: float) -> None:
@@ -202,17 +239,18 @@ def _all_processes() -> list[int]:
 
 
 def main(argv: list[str]) -> None:
-    """Watch the owner's pipe, then clean up: `python -m megarl.host.janitor READ_FD RUN_ID`, started by `Janitor`."""
-    read_end, run_id = int(argv[0]), argv[1]
+    """Watch the owner's pipe, then clean up. `Janitor` starts this as READ_FD RUN_ID TEMP_DIR."""
+    read_end, run_id, temp_dir = int(argv[0]), argv[1], Path(argv[2])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    scope, noted = RunScope(run_id=run_id), set[Path]()
+    scope, noted, removed = RunScope(run_id=run_id), set[Path](), set[Path]()
     # Nothing is ever written: the pipe becomes readable when the owner's end closes.
     # Not `select`, which refuses the descriptors above 1023 that a busy owner passes on.
     owner = select.poll()
     owner.register(read_end, select.POLLIN)
     while not owner.poll(WATCH_S * 1000):
         noted |= scope.mapped_files()
+        removed |= remove_orphans(scope, temp_dir, removed=removed)
     clean_up(scope, noted)
 
 

@@ -14,7 +14,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.host.janitor import CONTAINERS, RUN_ID_VARIABLE, SANDBOX, SHM_DIR, Janitor, RunScope, clean_up, scopes_of
+from megarl.host.janitor import (
+    CONTAINERS,
+    OWNER_VARIABLE,
+    RUN_ID_VARIABLE,
+    SANDBOX,
+    SHM_DIR,
+    Janitor,
+    RunScope,
+    clean_up,
+    new_sandbox,
+    program_variables,
+    remove_orphans,
+    scopes_of,
+)
 from megarl.host.temp_dir import make_temp_dir
 from tests.helpers.waiting import wait_until
 
@@ -112,6 +125,42 @@ def test_containers_that_sandboxes_have_noted_are_removed(
     asked = (tmp_path / "asked").read_text().split()
     assert (asked[:2], {*asked[2:]}) == (["rm", "--force"], {"megarl-1", "megarl-2"})
     assert scope.leftovers() == []
+
+
+def test_what_an_environment_worker_left_is_removed_while_the_run_goes_on(
+    scope: RunScope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "docker"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    dead = start(["true"], scope.run_id)
+    dead.wait()
+    temp_dir = scope.temp_dirs()[0]
+    monkeypatch.setattr(tempfile, "tempdir", str(temp_dir))
+    monkeypatch.setenv(RUN_ID_VARIABLE, scope.run_id)
+    mine = new_sandbox()
+    left = temp_dir / f"{SANDBOX}{dead.pid}-x"
+    for sandbox in (mine, left):
+        (sandbox / CONTAINERS).mkdir(parents=True)
+        (sandbox / CONTAINERS / f"megarl-of-{sandbox.name}").touch()
+    programs = [
+        subprocess.Popen(SLEEP, env={**program_variables(), **owner}, start_new_session=True)
+        for owner in ({}, {OWNER_VARIABLE: str(dead.pid)})
+    ]
+    try:
+        assert wait_until(lambda: len(scope.processes()) == 2, "both programs")
+        assert remove_orphans(scope, temp_dir) == {left}
+        assert programs[1].wait(5) == -signal.SIGKILL
+        assert programs[0].poll() is None
+        assert (mine.exists(), left.exists()) == (True, False)
+        assert (tmp_path / "asked").read_text() == f"rm --force megarl-of-{left.name}\n"
+        left.mkdir()
+        assert remove_orphans(scope, temp_dir, removed=[left]) == set()
+    finally:
+        for process in programs:
+            process.kill()
+            process.wait()
 
 
 def test_a_process_that_is_only_unreaped_is_not_alive(scope: RunScope) -> None:
