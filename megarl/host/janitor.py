@@ -34,13 +34,11 @@ from megarl.host.temp_dir import make_temp_dir, temp_dirs
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 # Set for a driver whose hosts have janitors already: the id of the run that they look after.
 HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
-# The process whose programs these are.
 OWNER_VARIABLE = "MEGARL_OWNER"
 SHM_DIR = Path("/dev/shm")
 _NAME_BYTES = 16
-# The beginning of the name of a sample's directory, which is unlike that of the Python sandbox and followed by the
-# process that made it, and the directory in it whose files are named as its Docker containers. The programs of the
-# sample cannot write there.
+# The beginning of the name of a sample's directory, before the process that made it, and the directory in it whose
+# files are named as its Docker containers. The programs of the sample cannot write there.
 SANDBOX, CONTAINERS = "megarl-work-", "containers"
 REMOVAL_S = 60.0
 GRACE_S = 3.0
@@ -184,7 +182,7 @@ def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
 
 
 def program_variables() -> dict[str, str]:
-    """Return the variables by which the janitor knows a program of this process, though it was given no others."""
+    """Return the variables by which the janitor knows a program of this process."""
     run_id = os.environ.get(RUN_ID_VARIABLE)
     return {} if run_id is None else {RUN_ID_VARIABLE: run_id, OWNER_VARIABLE: str(os.getpid())}
 
@@ -199,7 +197,7 @@ def remove_orphans(scope: RunScope, temp_dir: Path, *, removed: Collection[Path]
     their containers, except those that were `removed`; return these directories.
     """
     programs, sandboxes = scope.processes(), {*temp_dir.glob(f"{SANDBOX}*")} - {*removed}
-    # Last, so that it has all whose programs and directories were found.
+    # Listed last, it has the owners of all that were found.
     alive = {str(pid) for pid in _all_processes()}
     for pid in programs:
         with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):

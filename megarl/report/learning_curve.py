@@ -19,8 +19,11 @@ Advice = Literal["go on", "stop", "cannot tell"]
 MIN_VALIDATIONS = 6
 # Doubling the samples is worth it if the score gains as much.
 MIN_GAIN = 0.01
-# The share of the posterior that intervals hold, half of the rest on either side.
-INTERVAL = 0.9
+# 90 % intervals leave half of the rest on either side.
+BOUNDS = (0.05, 0.5, 0.95)
+NUM_DRAWS = 4000
+# Those of a validation's deviation from the curve with the deviation before.
+CORRELATIONS = (0.0, 0.9)
 # A run has collapsed if its last scores lie below its best by more than this many standard errors of that difference
 # and by more than this share of what it had gained.
 COLLAPSE_STD_ERRORS = 4.0
@@ -54,8 +57,8 @@ class LearningCurve:
     """A fitted curve, and what it advises.
 
     samples, scores: what was fitted. ceiling: the score after endless samples. midpoint: samples after which half of
-    the way there is done. gain: of the score, if the run had twice the samples. at, low, median, high: the curve, up to
-    twice the samples.
+    the way there is done. gain: of the curve, if the run had twice the samples. at, low, median, high: the score up to
+    twice the samples, which is the curve and the policy's swings about it.
     """
 
     samples: Floats
@@ -96,13 +99,66 @@ def curve_of(
     return None if points is None else fit(*points, min_gain=min_gain)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draws:
+    """Draws of equal weight from the posterior, each [d]: the curve, σ, and the correlation ρ of deviations."""
+
+    start: Floats
+    ceiling: Floats
+    midpoint: Floats
+    efficiency: Floats
+    sigma: Floats
+    rho: Floats
+
+    def heights(self, x: Floats) -> Floats:
+        """Return the curves at x [n]: [d, n]."""
+        share = _progress(x, self.midpoint, self.efficiency)
+        return self.start[:, None] * (1 - share) + self.ceiling[:, None] * share
+
+    def levels(self, x: Floats, samples: Floats, scores: Floats, rng: np.random.Generator) -> Floats:
+        """Return the score at x [n]: [d, n]. Deviations that are correlated are its own: those seen, and afterwards
+        what is left of the last and new ones.
+        """
+        seen = scores - self.heights(samples)
+        swing = np.array([np.interp(x, samples, each) for each in seen])
+        left = self.rho[:, None] ** (np.maximum(x - samples[-1], 0) * (len(samples) - 1) / np.ptp(samples))
+        new = (self.sigma * rng.normal(size=NUM_DRAWS))[:, None] * np.sqrt((1 - left**2) / (1 - self.rho[:, None] ** 2))
+        return self.heights(x) + (self.rho > 0)[:, None] * (swing * left + new)
+
+
 def fit(samples: Floats, scores: Floats, *, min_gain: float = MIN_GAIN) -> LearningCurve:
     """Fit the sigmoid to scores [n] at ascending numbers of samples [n].
 
-    The noise is normal, equal at all points and of unknown size, which is integrated out (prior 1/σ), as is the start
-    (uniform prior). Ceilings have a uniform prior from the least score (or 0) to 1, or to as far above scores beyond 1
-    as they span twice; midpoints and efficiencies are uniform in their logarithms.
+    Validations deviate from the curve normally, equally at all points, and by an unknown size, which is integrated out
+    (prior 1/σ), as is the start (uniform prior). A deviation is correlated with that of the validation before by one of
+    `CORRELATIONS`, equally likely: policies swing for several validations. Ceilings have a uniform prior from the least
+    score (or 0) to 1, or to as far above scores beyond 1 as they span twice; midpoints and efficiencies are uniform in
+    their logarithms.
     """
+    rng = np.random.default_rng(0)
+    draws = _draw(samples, scores, rng)
+    at = np.linspace(0, 2 * samples[-1], 25)
+    low, median, high = np.quantile(draws.levels(at, samples, scores, rng), BOUNDS, axis=0)
+    now, twice = draws.heights(samples[-1] * np.array([1.0, 2.0])).T
+    gain = _interval(twice - now)
+    advice, reason = _advise(samples, scores, gain, min_gain)
+    return LearningCurve(
+        samples=samples,
+        scores=scores,
+        ceiling=_interval(draws.ceiling),
+        efficiency=_interval(draws.efficiency),
+        midpoint=_interval(draws.midpoint),
+        gain=gain,
+        at=at,
+        low=low,
+        median=median,
+        high=high,
+        advice=advice,
+        reason=reason,
+    )
+
+
+def _draw(samples: Floats, scores: Floats, rng: np.random.Generator) -> _Draws:
     top = 1.0 if scores.max() <= 1.0 else scores.max() + 2 * np.ptp(scores)
     box: list[tuple[float, float]] = [
         (np.log(samples[samples > 0][0] / 3), np.log(FURTHEST_MIDPOINT * samples[-1])),
@@ -112,38 +168,25 @@ def fit(samples: Floats, scores: Floats, *, min_gain: float = MIN_GAIN) -> Learn
     for _ in range(2):
         axes = [np.linspace(low, high, num) for (low, high), num in zip(box, NUM_VALUES, strict=True)]
         midpoint, efficiency = (np.exp(each).ravel() for each in np.meshgrid(axes[0], axes[1], indexing="ij"))
-        ceilings = axes[2]
-        start, posterior = _posterior(samples, scores, midpoint, efficiency, ceilings)
-        cell, column = np.nonzero(posterior > posterior.max() * NEGLIGIBLE)
+        start, squares, posterior = _posterior(_progress(samples, midpoint, efficiency), scores, axes[2])
+        _, cell, column = np.nonzero(posterior > posterior.max() * NEGLIGIBLE)
         places = (cell // NUM_VALUES[1], cell % NUM_VALUES[1], column)
         box = [
             (axis[max(place.min() - 1, 0)], axis[min(place.max() + 1, len(axis) - 1)])
             for axis, place in zip(axes, places, strict=True)
         ]
-    probability, start, ceiling = posterior[cell, column], start[cell, column], ceilings[column]
-
-    def height(x: Floats) -> Floats:
-        share = _progress(x, midpoint, efficiency)[cell]
-        return start[:, None] * (1 - share) + ceiling[:, None] * share
-
-    at = np.linspace(0, 2 * samples[-1], 25)
-    bounds = np.array([_quantiles(values, probability) for values in height(at).T])
-    now, twice = height(samples[-1] * np.array([1.0, 2.0])).T
-    gain = _interval(twice - now, probability)
-    advice, reason = _advise(samples, scores, gain, min_gain)
-    return LearningCurve(
-        samples=samples,
-        scores=scores,
-        ceiling=_interval(ceiling, probability),
-        efficiency=_interval(efficiency[cell], probability),
-        midpoint=_interval(midpoint[cell], probability),
-        gain=gain,
-        at=at,
-        low=bounds[:, 0],
-        median=bounds[:, 1],
-        high=bounds[:, 2],
-        advice=advice,
-        reason=reason,
+    # Evenly spaced quantiles of the cells.
+    cumulated = np.cumsum(posterior)
+    drawn = np.searchsorted(cumulated, (np.arange(NUM_DRAWS) + 0.5) / NUM_DRAWS * cumulated[-1])
+    rng.shuffle(drawn)
+    correlation, cell, column = np.unravel_index(drawn, posterior.shape)
+    return _Draws(
+        start=start.ravel()[drawn],
+        ceiling=axes[2][column],
+        midpoint=midpoint[cell],
+        efficiency=efficiency[cell],
+        sigma=np.sqrt(squares.ravel()[drawn] / rng.chisquare(len(samples) - 1, NUM_DRAWS)),
+        rho=np.array(CORRELATIONS)[correlation],
     )
 
 
@@ -153,29 +196,30 @@ def _progress(x: Floats, midpoint: Floats, efficiency: Floats) -> Floats:
         return 1 / (1 + (midpoint[:, None] / x[None]) ** efficiency[:, None])
 
 
-def _posterior(
-    samples: Floats, scores: Floats, midpoint: Floats, efficiency: Floats, ceilings: Floats
-) -> tuple[Floats, Floats]:
-    """Return the likeliest start and the posterior [g, c] for midpoints and efficiencies [g] and ceilings [c]."""
-    done = _progress(samples, midpoint, efficiency)
-    left = 1 - done
-    weight, overlap, offset = (left * left).sum(1)[:, None], (left * done).sum(1)[:, None], (left @ scores)[:, None]
-    start = (offset - ceilings * overlap) / weight
-    residual = scores @ scores - 2 * ceilings * (done @ scores)[:, None] + ceilings**2 * (done * done).sum(1)[:, None]
-    residual = np.maximum(residual - start**2 * weight, 0) + LEAST_STD_ERROR**2
-    # Integrating σ leaves a power of the squares, integrating the start the root of its precision.
-    log_posterior = -0.5 * (len(samples) - 1) * np.log(residual) - 0.5 * np.log(weight)
-    return start, np.exp(log_posterior - log_posterior.max())
+def _posterior(done: Floats, scores: Floats, ceilings: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return the likeliest start, the sum of squared deviations and the posterior, each [correlation, g, c].
+
+    done [g, n]: the shares of the way to the ceiling. scores: [n]. ceilings: [c].
+    """
+    results = []
+    for rho in CORRELATIONS:
+        # Rows of this matrix make deviations independent.
+        whiten = np.eye(len(scores)) - rho * np.eye(len(scores), k=-1)
+        whiten[0, 0] = np.sqrt(1 - rho**2)
+        way, left, seen = done @ whiten.T, (1 - done) @ whiten.T, whiten @ scores
+        weight, overlap, offset = (left * left).sum(1)[:, None], (left * way).sum(1)[:, None], (left @ seen)[:, None]
+        start = (offset - ceilings * overlap) / weight
+        squares = seen @ seen - 2 * ceilings * (way @ seen)[:, None] + ceilings**2 * (way * way).sum(1)[:, None]
+        squares = np.maximum(squares - start**2 * weight, 0) + LEAST_STD_ERROR**2
+        # Integrating σ leaves a power of the squares, integrating the start the root of its precision.
+        log_posterior = -0.5 * (len(scores) - 1) * np.log(squares) - 0.5 * np.log(weight / (1 - rho**2))
+        results.append((start, squares, log_posterior))
+    start, squares, log_posterior = (np.array(each) for each in zip(*results, strict=True))
+    return start, squares, np.exp(log_posterior - log_posterior.max())
 
 
-def _quantiles(values: Floats, probability: Floats) -> Floats:
-    order = np.argsort(values)
-    cumulated = np.cumsum(probability[order]) - probability[order] / 2
-    return np.interp([(1 - INTERVAL) / 2, 0.5, (1 + INTERVAL) / 2], cumulated / probability.sum(), values[order])
-
-
-def _interval(values: Floats, probability: Floats) -> CredibleInterval:
-    low, median, high = map(float, _quantiles(values, probability))
+def _interval(values: Floats) -> CredibleInterval:
+    low, median, high = map(float, np.quantile(values, BOUNDS))
     return CredibleInterval(low=low, median=median, high=high)
 
 

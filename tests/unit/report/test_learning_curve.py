@@ -21,7 +21,7 @@ def sigmoid(x: Floats, start: float, ceiling: float, midpoint: float, efficiency
 
 
 def covered(stage: str, num_curves: int) -> tuple[float, float]:
-    """Shares of random curves whose true ceiling and true gain lie in their intervals."""
+    """Shares of random curves, with noise from independent to swings, whose true ceiling and gain are in intervals."""
     rng = np.random.default_rng(62)
     hits = np.zeros(2)
     for _ in range(num_curves):
@@ -30,8 +30,10 @@ def covered(stage: str, num_curves: int) -> tuple[float, float]:
         start = rng.uniform(0, 0.8) * ceiling
         midpoint = x[-1] * np.exp(rng.uniform(*np.log(MIDPOINTS[stage])))
         exact = sigmoid(np.append(x, 2 * x[-1]), start, ceiling, midpoint, efficiency)
-        noisy = exact[:-1] + rng.uniform(0.005, 0.04) * rng.normal(size=len(x))
-        curve, gain = fit(x, np.clip(noisy, 0, 1)), exact[-1] - exact[-2]
+        noise, correlation = rng.uniform(0.005, 0.04) * rng.normal(size=len(x)), rng.uniform(0, 0.95)
+        for i in range(1, len(x)):
+            noise[i] = correlation * noise[i - 1] + np.sqrt(1 - correlation**2) * noise[i]
+        curve, gain = fit(x, np.clip(exact[:-1] + noise, 0, 1)), exact[-1] - exact[-2]
         hits += curve.ceiling.low <= ceiling <= curve.ceiling.high, curve.gain.low <= gain <= curve.gain.high
     return hits[0] / num_curves, hits[1] / num_curves
 
