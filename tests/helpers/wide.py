@@ -243,7 +243,7 @@ WIDE = {
     "tests/unit/plan/test_init.py::test_what_options": _PLANS,
     "tests/unit/record/test_growth.py::test_the_driver_names": _PROCESSES,
     "tests/unit/record/test_growth.py::test_what_does_not_grow": _PROCESSES,
-    "tests/unit/report/test_learning_curve.py::test_advice_on_real_runs": "85 fits; those of known curves stay",
+    "tests/unit/report/test_learning_curve.py::test_bands_and_advice_on_real_runs": "160 fits; known curves stay",
     "tests/unit/report/test_report.py::test_a_run_with": _PAGES,
     "tests/unit/report/test_report.py::test_comparison_names": _PAGES,
     "tests/unit/report/test_step.py::test_command_and_report": _PAGES,
