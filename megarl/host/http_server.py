@@ -110,6 +110,7 @@ class JsonReader:
     async def read(self, request: Request) -> object:
         """Return the JSON of a request. Raises RequestRefusedError for what is too large, or is not JSON in UTF-8."""
         too_large = RequestRefusedError(413, f"got more than {self._max_bytes} bytes; send less at a time")
+        no_room = RequestRefusedError(503, "the service has no room for the body; try again")
         content = b""
         with SpooledTemporaryFile(MEMORY_BYTES) as body:
             self._unfinished.add(body)
@@ -122,7 +123,7 @@ class JsonReader:
                         content = content or part  # All of it has come at once, and is in memory.
                         continue
                     if body.closed:
-                        raise RequestRefusedError(503, "the service has no room for the body; try again")
+                        raise no_room
                     body.write(part)
                     if body.tell() > self._max_bytes:
                         raise too_large
@@ -132,6 +133,9 @@ class JsonReader:
                         self._unfinished.remove(largest)
                         largest.close()
                 if not content:
+                    # Another body can take its place also after its last part.
+                    if body.closed:
+                        raise no_room
                     body.seek(0)
                     content = body.read()
             except ClientDisconnect:

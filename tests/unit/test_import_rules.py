@@ -126,7 +126,7 @@ MOST_LINES = {
     # Stages of several chunks in the search.
     "forecast": 1000,
     # 50 for ranges of profiles, proxies and closed streams; 100 for the activity of a process, which was the record's.
-    "host": 4090,
+    "host": 4100,
     # 60 for metrics that a watched run goes on from, 60 for jobs with a component of nodes for environments.
     "launch": 1450,
     "migrate": 1830,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message
 
 from megarl.host import http_server
 from megarl.host.clock import awake_s
@@ -270,7 +272,44 @@ def test_the_largest_unfinished_body_gives_way(connect: Callable[[], Client], mo
     large, small = connect(), connect()
     large.sendall(head(length=120_001) + b"[" + b" " * 100_000)
     small.sendall(head(length=60_002) + b"[" + b" " * 60_000)
+
+    def gave_way() -> bool:
+        """Whether it has an answer to its next byte, although not all have come."""
+        large.sendall(b" ")
+        return bool(select.select([large], [], [], 0)[0])
+
+    wait_until(gave_way, "the answer to the larger body")
+    assert large.answer()[0] == 503
     small.sendall(b"]")
     assert small.answer() == (200, b"0")
-    large.sendall(b" " * 20_000)
-    assert large.answer()[0] == 503
+
+
+def test_a_body_gives_way_after_its_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client's part comes between the last part of a body and the end of its request."""
+    monkeypatch.setattr(http_server, "DISK_BYTES", 8)
+    reader = JsonReader(MAX_BYTES)
+
+    def request(*parts: bytes, before_end: asyncio.Event) -> Request:
+        messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop(0)
+            await before_end.wait()
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        return Request({"type": "http", "headers": []}, receive)
+
+    async def both() -> list[object]:
+        come = asyncio.Event()
+        first = asyncio.create_task(reader.read(request(b"[1,", b"2]  ", before_end=come)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(reader.read(request(b"[", b"3]", before_end=come)))
+        await asyncio.sleep(0)
+        come.set()
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    refused, read = asyncio.run(both())
+    assert isinstance(refused, RequestRefusedError)
+    assert refused.status == 503
+    assert read == [3]
